@@ -1,0 +1,74 @@
+"""Which dtypes a sum takes, in which dtype it accumulates, and what it may return.
+
+======================  ===========  =======================================
+input                   accumulator  output (default first)
+======================  ===========  =======================================
+float16 bfloat16        float32      the input's, or any of float16, bfloat16,
+float32                              float32
+float64                 float64      float64, float32
+integers, bool          int64        int64 (wraps modulo 2^64)
+======================  ===========  =======================================
+
+``float64 -> float16/bfloat16`` is refused because torch rounds it twice (through float32).
+"""
+
+from __future__ import annotations
+
+import torch
+
+_SHORT_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_INTEGERS = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint16, torch.uint32, torch.uint64, torch.bool,
+)  # fmt: skip
+
+#: Dtypes the native kernels read directly; the other integers are converted to int64 first.
+NATIVE_DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+)  # fmt: skip
+
+
+def accumulator_dtype(dtype: torch.dtype, name: str = "shards") -> torch.dtype:
+    """The dtype in which values of ``dtype`` are added.
+
+    Raises:
+        ValueError: ``dtype`` cannot be summed (complex, float8, quantized). ``name`` is the argument's.
+    """
+    if dtype in _SHORT_FLOATS:
+        return torch.float32
+    if dtype == torch.float64:
+        return torch.float64
+    if dtype in _INTEGERS:
+        return torch.int64
+    raise ValueError(f"{name}: dtype {dtype} cannot be summed; use a float16/bfloat16/float32/float64, integer or bool tensor")
+
+
+def resolve_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the result for inputs of ``dtype``.
+
+    Raises:
+        ValueError: the pair is not in the module's table.
+    """
+    acc = accumulator_dtype(dtype)
+    if out_dtype is None:
+        return torch.int64 if acc == torch.int64 else dtype
+    if acc == torch.float32:
+        allowed: tuple[torch.dtype, ...] = _SHORT_FLOATS
+    elif acc == torch.float64:
+        allowed = (torch.float64, torch.float32)
+    else:
+        allowed = (torch.int64,)
+    if out_dtype not in allowed:
+        names = ", ".join(str(d) for d in allowed)
+        raise ValueError(f"out_dtype: {out_dtype} is not possible for inputs of {dtype}; choose from {names}")
+    return out_dtype
+
+
+def check_op(op: str, scale: float | None, dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``op`` is "sum" or "mean" and mean/scale are used on floating dtypes only."""
+    if op not in ("sum", "mean"):
+        raise ValueError(f'op: expected "sum" or "mean", got {op!r}')
+    if accumulator_dtype(dtype) == torch.int64 and (op == "mean" or scale is not None):
+        what = "mean" if op == "mean" else "scale"
+        raise ValueError(f"{what} of {dtype} has no exact result; convert the shards to a floating dtype first")

@@ -1,0 +1,59 @@
+"""Run a function in G gloo processes. Fork with one thread a child: twenty times faster than spawn."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _child(rank: int, world_size: int, folder: str, timeout: float, fn: Callable[..., Any], args: tuple) -> None:
+    torch.set_num_threads(1)  # first of all: a forked child with several threads hangs
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        result = fn(rank, world_size, *args)
+    except BaseException:
+        result = RuntimeError(traceback.format_exc())
+        torch.save(str(result), f"{folder}/error-{rank}")
+        os._exit(1)  # do not wait for peers in the destructors
+    torch.save(result, f"{folder}/result-{rank}")
+    dist.destroy_process_group()
+
+
+def run_processes(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """``[fn(rank, world_size, *args) for every rank]``, each in its own gloo process.
+
+    Raises:
+        AssertionError: a process raised or died; the message holds every traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(
+            _child, (world_size, folder, timeout, fn, args), nprocs=world_size, join=False, start_method="fork"
+        )
+        for process in context.processes:
+            process.join(timeout + 30)
+        stuck = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
+        for rank in stuck:
+            context.processes[rank].kill()
+        errors = [
+            f"process {rank} (exit {process.exitcode}{', killed after the limit' if rank in stuck else ''}):\n"
+            + (torch.load(f"{folder}/error-{rank}") if os.path.exists(f"{folder}/error-{rank}") else "no traceback")
+            for rank, process in enumerate(context.processes)
+            if process.exitcode != 0
+        ]
+        assert not errors, "\n".join(errors)
+        return [torch.load(f"{folder}/result-{rank}", weights_only=False) for rank in range(world_size)]
