@@ -10,7 +10,8 @@ sum_padded         x is ``(R, S_MAX, *F)``, each ``x[r]`` contiguous (any stride
                    ``starts`` empty means all 0.
 sum_padded_device  the same with int32 or int64 tensors on x's device, never synchronised; values are clamped
                    (csrc/row_table.h).
-sum_masked         mask is bool ``(R, size)``, or int32 words ``(R, ceil(size / 32))``: bit ``j % 32`` of word ``j // 32``.
+sum_masked         mask is bool ``(R, size)``, or int32 words ``(R, ceil(size / 32))``: bit ``j % 32`` of word
+                   ``j // 32``.
 
 The native library, once loaded, registers CPU (and CUDA) kernels that take precedence over the fallback here.
 """

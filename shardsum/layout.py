@@ -59,15 +59,17 @@ def intervals_of(splits: Sequence[int]) -> list[Interval]:
 def owners_of(num_virtual_ranks: int, world_size: int, placement: str | Sequence[int]) -> tuple[int, ...]:
     """The owning process of every virtual rank.
 
-    ``"contiguous"`` gives processes consecutive blocks (longer first); ``"zigzag"`` deals ranks out to 0, 1, ..., G-1 and
-    back again (for causal work, whose cost grows with the rank); a sequence names the owners.
+    ``"contiguous"`` gives processes consecutive blocks (longer first); ``"zigzag"`` deals ranks out to 0, 1, ..., G-1
+    and back again (for causal work, whose cost grows with the rank); a sequence names the owners.
 
     Raises:
         ValueError: fewer virtual ranks than processes, an unknown placement, a process that hosts none.
     """
     r_count, g_count = num_virtual_ranks, world_size
     if r_count < g_count:
-        raise ValueError(f"num_virtual_ranks: {r_count} is less than the {g_count} processes of the group; each hosts at least one")
+        raise ValueError(
+            f"num_virtual_ranks: {r_count} is less than the {g_count} processes of the group; each hosts at least one"
+        )
     if isinstance(placement, str):
         if placement == "contiguous":
             counts = split_evenly(r_count, g_count)
@@ -81,7 +83,9 @@ def owners_of(num_virtual_ranks: int, world_size: int, placement: str | Sequence
         raise ValueError(f"placement: {len(owners)} owners for {r_count} virtual ranks")
     for v, g in enumerate(owners):
         if not 0 <= g < g_count:
-            raise ValueError(f"placement: virtual rank {v} is given to process {g}, but the group has {g_count} processes")
+            raise ValueError(
+                f"placement: virtual rank {v} is given to process {g}, but the group has {g_count} processes"
+            )
     missing = sorted(set(range(g_count)) - set(owners))
     if missing:
         raise ValueError(f"placement: process {missing[0]} hosts no virtual rank; each process hosts at least one")
@@ -152,6 +156,6 @@ class ExchangePlan:
         return sum(self.egress(a) for a in range(self.world_size))
 
     def cut(self, begin: float, end: float) -> ExchangePlan:
-        """The part of the exchange that fills the fraction ``[begin, end)`` of every sink (to send a message in chunks)."""
+        """The part of the exchange that fills the fraction ``[begin, end)`` of every sink (one chunk of a message)."""
         sinks = tuple((lo + int((hi - lo) * begin), lo + int((hi - lo) * end)) for lo, hi in self.sinks)
         return ExchangePlan(self.sources, self.source_owners, sinks, self.sink_owners, self.world_size)

@@ -41,7 +41,9 @@ def accumulator_dtype(dtype: torch.dtype, name: str = "shards") -> torch.dtype:
         return torch.float64
     if dtype in _INTEGERS:
         return torch.int64
-    raise ValueError(f"{name}: dtype {dtype} cannot be summed; use a float16/bfloat16/float32/float64, integer or bool tensor")
+    raise ValueError(
+        f"{name}: dtype {dtype} cannot be summed; use a float16/bfloat16/float32/float64, integer or bool tensor"
+    )
 
 
 def resolve_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:

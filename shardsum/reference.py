@@ -44,7 +44,7 @@ def ragged_sum(
     out_dtype: torch.dtype,
     previous: Tensor | None = None,
 ) -> Tensor:
-    """``(size, *F)``: the sum of shards ``(length_r, *F)`` placed at ``starts``; rows outside ``[0, size)`` are dropped.
+    """``(size, *F)``: the sum of shards ``(length_r, *F)`` placed at ``starts``; outside ``[0, size)`` is dropped.
 
     Example:
         >>> shards = [torch.tensor([1., 2.]), torch.tensor([10.])]
@@ -74,7 +74,8 @@ def ragged_sum_adjoint(
 ) -> list[Tensor]:
     """The gradient of :func:`ragged_sum` for each shard: R tensors ``(length_r, *F)`` of ``dtype``.
 
-    ``grad`` ``(size, *F)`` in the accumulator's dtype is divided by the count (mean), multiplied by scale, rounded once.
+    ``grad`` ``(size, *F)`` is divided by the count (mean) and multiplied by scale in the accumulator's dtype, then
+    rounded once.
     """
     size = grad.shape[0]
     acc = grad.to(accumulator_dtype(dtype))
@@ -101,7 +102,10 @@ def masked_sum(
     out_dtype: torch.dtype,
     previous: Tensor | None = None,
 ) -> Tensor:
-    """``(S_MAX, *F)``: the sum over r of ``x[r, j]`` where ``mask[r, j]``; ``x`` is ``(R, S_MAX, *F)``, mask ``(R, S_MAX)`` bool."""
+    """``(S_MAX, *F)``: the sum over r of ``x[r, j]`` where ``mask[r, j]``.
+
+    ``x`` is ``(R, S_MAX, *F)``, ``mask`` ``(R, S_MAX)`` bool.
+    """
     acc = x.new_zeros(x.shape[1:], dtype=accumulator_dtype(x.dtype))
     select = mask.reshape(*mask.shape, *[1] * (x.dim() - 2))
     for r in range(x.shape[0]):
@@ -154,7 +158,7 @@ def exchange_adjoint(
     scale: float | None = None,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """The gradient of :func:`exchange` for each shard: sum over q in order, divided by the forward's count, scaled, rounded once."""
+    """The gradient of :func:`exchange` for each shard: sum over q in order, divided by the forward's count, scaled."""
     acc_dtype = accumulator_dtype(dtype)
     out = []
     for begin, end in in_intervals:
