@@ -1,6 +1,7 @@
 """Ragged sharded reductions for sequence-parallel training: the same bits on any number of processes."""
 
 from .bits import first_difference
+from .ops import masked_sum, ragged_sum
 
-__all__ = ["first_difference"]
+__all__ = ["first_difference", "masked_sum", "ragged_sum"]
 __version__ = "0.1.0"

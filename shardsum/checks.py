@@ -1,0 +1,108 @@
+"""Checks that turn bad input into a ValueError naming the argument, the virtual rank and both values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_INDEX_DTYPES = (torch.int32, torch.int64)
+_NARROW_INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16)
+
+
+def describe(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def check_host_lengths(
+    lengths: Sequence[int], starts: Sequence[int] | None, capacities: Sequence[int], size: int | None
+) -> tuple[list[int], list[int], int]:
+    """``(lengths, starts, size)`` as plain ints, or the ValueError that names the virtual rank and both values."""
+    lengths = as_ints("lengths", lengths, len(capacities))
+    begins = [0] * len(lengths) if starts is None else as_ints("starts", starts, len(capacities))
+    for r, (start, n, capacity) in enumerate(zip(begins, lengths, capacities)):
+        if n < 0:
+            raise ValueError(f"lengths: virtual rank {r} has {n}, a length is at least 0")
+        if n > capacity:
+            raise ValueError(f"lengths: virtual rank {r} has {n}, but its shard holds {capacity} rows")
+        if start < 0:
+            raise ValueError(f"starts: virtual rank {r} starts at {start}, a position is at least 0")
+        if size is not None and start + n > size:
+            raise ValueError(f"lengths: virtual rank {r} ends at {start + n}, beyond size {size}")
+    if size is None:
+        size = max(capacities) if starts is None else max(s + n for s, n in zip(begins, lengths))
+    return lengths, begins, check_size(size)
+
+
+def check_size(size: Any) -> int:
+    try:
+        value = operator.index(size)
+    except TypeError:
+        raise ValueError(f"size: expected an int, got {size!r}") from None
+    if value < 0:
+        raise ValueError(f"size: {value} is negative")
+    return value
+
+
+def as_ints(name: str, values: Sequence[int], count: int) -> list[int]:
+    try:
+        ints = [operator.index(v) for v in values]
+    except TypeError:
+        raise ValueError(f"{name}: expected {count} ints or an integer Tensor, got {values!r}") from None
+    if len(ints) != count:
+        raise ValueError(f"{name}: {len(ints)} values for {count} virtual ranks")
+    return ints
+
+
+def check_index_tensor(name: str, value: Tensor, count: int) -> Tensor:
+    """``value`` as a contiguous int32 or int64 tensor ``(count,)``; ValueError when it is anything else."""
+    if value.dtype in _NARROW_INDEX_DTYPES:
+        value = value.to(torch.int32)
+    if value.dtype not in _INDEX_DTYPES:
+        raise ValueError(f"{name}: expected an integer Tensor ({count},), got {describe(value)}")
+    if tuple(value.shape) != (count,):
+        raise ValueError(f"{name}: shape {tuple(value.shape)} for {count} virtual ranks")
+    return value.contiguous()
+
+
+def check_shards(shards: Sequence[Tensor], first_rank: Sequence[int] | None = None) -> list[Tensor]:
+    """A list of Tensors ``(length_r, *F)`` of one dtype, device and trailing shape; ValueError names the odd one.
+
+    ``first_rank`` gives the virtual rank of each list entry (default: 0, 1, ...).
+    """
+    shards = list(shards) if isinstance(shards, (list, tuple)) else shards
+    if not isinstance(shards, list) or not shards:
+        raise ValueError(f"shards: expected a Tensor or a non-empty sequence of Tensors, got {describe(shards)}")
+    first = shards[0]
+    for i, shard in enumerate(shards):
+        r = i if first_rank is None else first_rank[i]
+        if not isinstance(shard, Tensor) or shard.dim() < 1:
+            raise ValueError(f"shards: virtual rank {r} is {describe(shard)}, expected a Tensor (length, *F)")
+        for what in ("dtype", "device"):
+            if getattr(shard, what) != getattr(first, what):
+                raise ValueError(
+                    f"shards: virtual rank {r} has {what} {getattr(shard, what)}, the first has {getattr(first, what)}"
+                )
+        if shard.shape[1:] != first.shape[1:]:
+            raise ValueError(
+                f"shards: virtual rank {r} has trailing shape {tuple(shard.shape[1:])}, "
+                f"the first has {tuple(first.shape[1:])}"
+            )
+    return shards
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """True when the memory ranges that two strided tensors span intersect."""
+    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
+        return False
+    a_begin, b_begin = a.data_ptr(), b.data_ptr()
+    return a_begin < b_begin + _span(b) and b_begin < a_begin + _span(a)
+
+
+def _span(x: Tensor) -> int:
+    if x.is_contiguous():
+        return x.numel() * x.element_size()
+    return (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))) * x.element_size()

@@ -1,0 +1,340 @@
+"""ragged_sum and masked_sum against the loops of reference.py, bit for bit; first layer: one process, no group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardsum
+from shardsum import bits, operators, reference
+from shardsum.numerics import resolve_out_dtype
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.uint32]
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert bits.equal(actual, expected), bits.first_difference(actual, expected)
+
+
+def b0(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor([[10 * (r + 1) + j for j in range(6)] for r in range(4)], dtype=dtype)
+
+
+B0_LENGTHS, B0_SUM = [3, 6, 0, 1], [70, 32, 34, 23, 24, 25]
+
+
+def random_values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Values whose sum depends on order and precision: wide exponents, zeros of both signs, NaN and infinities."""
+    g = torch.Generator().manual_seed(seed)
+    if not dtype.is_floating_point:
+        info = torch.iinfo(torch.int64 if dtype == torch.bool else dtype)
+        low, high = max(info.min, -(2**62)), min(info.max, 2**62)
+        return torch.randint(low, high, shape, generator=g).to(dtype)
+    x = torch.randn(shape, generator=g, dtype=torch.float64) * 2.0 ** torch.randint(-12, 13, shape, generator=g)
+    special = torch.tensor([-0.0, 0.0, float("nan"), float("inf"), -float("inf"), 1e-41, 60000.0], dtype=torch.float64)
+    pick = torch.randint(0, 40, shape, generator=g)
+    return torch.where(pick < 7, special[pick.clamp(max=6)], x).to(dtype)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict:
+    num_ranks = draw(st.integers(1, 9))
+    capacity = draw(st.integers(0, 7))
+    size = draw(st.integers(0, 9))
+    lengths = [draw(st.integers(0, min(capacity, size))) for _ in range(num_ranks)]
+    starts = [draw(st.integers(0, size - n)) for n in lengths]
+    dtype = draw(st.sampled_from(FLOATS + INTEGERS))
+    op = draw(st.sampled_from(["sum", "mean"])) if dtype.is_floating_point else "sum"
+    scale = draw(st.sampled_from([None, 0.1, -3.0])) if dtype.is_floating_point else None
+    wanted = draw(st.sampled_from([None, *FLOATS]))
+    try:
+        out_dtype = resolve_out_dtype(dtype, wanted)
+    except ValueError:
+        out_dtype = resolve_out_dtype(dtype, None)
+    trailing = draw(st.sampled_from([(), (1,), (3,), (8,), (33,), (2, 5), (0,)]))
+    x = random_values((num_ranks, capacity, *trailing), dtype, draw(st.integers(0, 10**6)))
+    return dict(
+        x=x, lengths=lengths, starts=starts, size=size,
+        layout=draw(st.sampled_from(["dense", "offset", "strided", "transposed"])),
+        kwargs=dict(op=op, scale=scale, out_dtype=out_dtype),
+    )  # fmt: skip
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in other memory: shifted by one element, every second row of a larger buffer, or transposed."""
+    if layout == "offset":
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    if layout == "strided":
+        return torch.stack([x, torch.zeros_like(x)], 2).flatten(1, 2)[:, ::2] if x.dim() > 1 and x.numel() else x
+    if layout == "transposed" and x.dim() > 2:
+        return x.transpose(1, -1).contiguous().transpose(1, -1)
+    return x
+
+
+@settings(deadline=None, max_examples=200)
+@given(problems())
+def test_ragged_sum_equals_reference_in_every_form(p: dict) -> None:
+    x, lengths, starts, size, kwargs = laid_out(p["x"], p["layout"]), p["lengths"], p["starts"], p["size"], p["kwargs"]
+    rows = [x[r, :n] for r, n in enumerate(lengths)]
+    expected = reference.ragged_sum(rows, starts, size, **kwargs)
+    assert_same(shardsum.ragged_sum(x, lengths, starts=starts, size=size, **kwargs), expected)
+    assert_same(shardsum.ragged_sum(rows, starts=starts, size=size, **kwargs), expected)
+    device_form = operators.kernels.sum_padded_device
+    out = torch.full_like(expected, 77)
+    device_form(
+        out, operators.readable(operators.row_contiguous(x)), torch.tensor(starts), torch.tensor(lengths),
+        kwargs["op"] == "mean", kwargs["scale"], False,
+    )  # fmt: skip
+    assert_same(out, expected)
+
+
+@settings(deadline=None, max_examples=100)
+@given(problems(), st.integers(0, 10**6))
+def test_masked_sum_equals_reference(p: dict, seed: int) -> None:
+    x, kwargs = laid_out(p["x"], p["layout"]), p["kwargs"]
+    mask = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(seed)) < 0.5
+    assert_same(shardsum.masked_sum(x, mask, **kwargs), reference.masked_sum(x, mask, **kwargs))
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(), st.integers(0, 10**6))
+def test_gradients_equal_the_adjoint_loops(p: dict, seed: int) -> None:
+    if not p["x"].dtype.is_floating_point:
+        return
+    lengths, starts, size, kwargs = p["lengths"], p["starts"], p["size"], p["kwargs"]
+    out_dtype = kwargs["out_dtype"]
+    grad = random_values((size, *p["x"].shape[2:]), out_dtype, seed)
+    adjoint = dict(op=kwargs["op"], scale=kwargs["scale"], dtype=p["x"].dtype)
+    expected = reference.ragged_sum_adjoint(grad, starts, lengths, **adjoint)
+
+    x = laid_out(p["x"], p["layout"]).detach().requires_grad_()
+    shardsum.ragged_sum(x, lengths, starts=starts, size=size, **kwargs).backward(grad)
+    for r, n in enumerate(lengths):
+        assert_same(x.grad[r, :n], expected[r])
+        assert_same(x.grad[r, n:], torch.zeros_like(x.grad[r, n:]))
+
+    rows = [p["x"][r, :n].clone().requires_grad_() for r, n in enumerate(lengths)]
+    shardsum.ragged_sum(rows, starts=starts, size=size, **kwargs).backward(grad)
+    for row, e in zip(rows, expected):
+        assert_same(row.grad, e)
+
+    padded = operators.padded_sum_device_adjoint(
+        grad, torch.tensor(starts), torch.tensor(lengths), p["x"].shape[1], kwargs["op"], kwargs["scale"], p["x"].dtype
+    )
+    for r, n in enumerate(lengths):
+        assert_same(padded[r, :n], expected[r])
+        assert_same(padded[r, n:], torch.zeros_like(padded[r, n:]))
+
+    x = p["x"].clone().requires_grad_()
+    mask = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(seed)) < 0.5
+    y = shardsum.masked_sum(x, mask, **kwargs)
+    grad = random_values(tuple(y.shape), y.dtype, seed)
+    y.backward(grad)
+    assert_same(x.grad, reference.masked_sum_adjoint(grad, mask, **adjoint))
+
+
+def test_mutants_differ_from_the_definition() -> None:
+    """What the comparisons above must catch: another order, a low-precision accumulator, an ignored length."""
+    x = random_values((8, 16, 4), torch.bfloat16, 1).nan_to_num(1.0, 2.0, 3.0)
+    lengths = [16, 3, 9, 0, 16, 7, 11, 16]
+    rows = [x[r, :n] for r, n in enumerate(lengths)]
+    expected = reference.ragged_sum(rows, [0] * 8, 16, out_dtype=torch.float32)
+    reversed_order = reference.ragged_sum(rows[::-1], [0] * 8, 16, out_dtype=torch.float32)
+    low = torch.zeros(16, 4, dtype=torch.bfloat16)
+    for row in rows:
+        low[: row.shape[0]] += row
+    ignored = reference.ragged_sum([*rows[:1], x[1], *rows[2:]], [0] * 8, 16, out_dtype=torch.float32)
+    for mutant in (reversed_order, low.float(), ignored):
+        assert not bits.equal(mutant, expected)
+
+
+# Cases that users of distributed reductions have hit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32])
+def test_base_case(dtype: torch.dtype) -> None:
+    assert shardsum.ragged_sum(b0(dtype), B0_LENGTHS).tolist() == B0_SUM
+    assert shardsum.ragged_sum(b0(dtype), torch.tensor(B0_LENGTHS)).tolist() == B0_SUM
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_padding_never_enters(poison: float) -> None:
+    x = b0()
+    for r, n in enumerate(B0_LENGTHS):
+        x[r, n:] = poison
+    x.requires_grad_()
+    y = shardsum.ragged_sum(x, B0_LENGTHS)
+    assert y.tolist() == B0_SUM
+    y.sum().backward()  # an expanded gradient, stride 0
+    for r, n in enumerate(B0_LENGTHS):
+        assert x.grad[r].tolist() == [1.0] * n + [0.0] * (6 - n)
+
+
+def test_a_valid_nan_survives_alone() -> None:
+    x = b0()
+    x[1, 2] = float("nan")
+    assert shardsum.ragged_sum(x, B0_LENGTHS).isnan().tolist() == [False, False, True, False, False, False]
+
+
+def test_odd_totals_and_indivisible_sizes() -> None:
+    x = torch.ones(2, 4) * torch.tensor([[1.0], [2.0]])
+    assert shardsum.ragged_sum(x, [4, 3]).tolist() == [3, 3, 3, 1]
+    assert shardsum.ragged_sum([torch.ones(4), torch.ones(3), torch.ones(3)]).tolist() == [3, 3, 3, 1]
+
+
+def test_empty_shapes() -> None:
+    assert shardsum.ragged_sum(torch.ones(3, 0, 2)).shape == (0, 2)
+    assert shardsum.ragged_sum(torch.ones(1, 3)).tolist() == [1, 1, 1]
+    assert shardsum.ragged_sum(torch.ones(2, 3), [0, 0], size=5).tolist() == [0] * 5
+
+
+def test_one_rounding_at_the_end() -> None:
+    x = torch.tensor([[256.0]] + [[1.0]] * 8, dtype=torch.bfloat16)
+    assert shardsum.ragged_sum(x).item() == 264
+    x = torch.full((2, 1), 60000.0, dtype=torch.float16)
+    assert shardsum.ragged_sum(x, op="mean").item() == 60000
+
+
+def test_a_lone_negative_zero_is_positive() -> None:
+    x = torch.full((3, 2), -0.0)
+    for y in (shardsum.ragged_sum(x, [1, 0, 0]), shardsum.masked_sum(x, torch.eye(3, 2, dtype=torch.bool))):
+        assert not torch.signbit(y).any()
+
+
+def test_double_rounding_is_refused() -> None:
+    with pytest.raises(ValueError, match="out_dtype"):
+        shardsum.ragged_sum(torch.ones(2, 2, dtype=torch.float64), out_dtype=torch.bfloat16)
+
+
+def test_mean_gradient_is_divided_by_the_count() -> None:
+    for num_ranks in (2, 4):
+        x = torch.randn(num_ranks, 1, requires_grad=True)
+        shardsum.ragged_sum(x, [1] + [0] * (num_ranks - 1), op="mean").sum().backward()
+        assert x.grad[0].item() == 1.0
+
+
+@pytest.mark.parametrize("layout", ["transposed", "strided", "offset"])
+def test_non_contiguous_input(layout: str) -> None:
+    x = random_values((5, 6, 4), torch.float32, 3)
+    assert_same(shardsum.ragged_sum(laid_out(x, layout), [6, 1, 4, 0, 3]), shardsum.ragged_sum(x, [6, 1, 4, 0, 3]))
+
+
+def test_out_and_accumulate() -> None:
+    x = random_values((5, 6, 3), torch.bfloat16, 4)
+    lengths = [6, 2, 5, 0, 3]
+    rows = [x[r, :n] for r, n in enumerate(lengths)]
+    previous = torch.randn(6, 3)
+    for out in (previous.clone(), torch.empty(3, 6).t().copy_(previous)):
+        result = shardsum.ragged_sum(x, lengths, out=out, accumulate=True, scale=0.3)
+        assert result is out
+        assert_same(out, reference.ragged_sum(rows, [0] * 5, 6, scale=0.3, out_dtype=torch.float32, previous=previous))
+    for target in (x[0], x.flatten()[3:21].view(6, 3)):
+        with pytest.raises(ValueError, match="shares memory"):
+            shardsum.ragged_sum(x, lengths, out=target)
+    with pytest.raises(ValueError, match="accumulate"):
+        shardsum.ragged_sum(x, lengths, accumulate=True)
+
+
+BAD = [
+    (lambda x: shardsum.ragged_sum(x, [7, 0, 0, 0]), r"lengths: virtual rank 0 has 7, but its shard holds 6"),
+    (lambda x: shardsum.ragged_sum(x, [1, -1, 0, 0]), r"lengths: virtual rank 1 has -1"),
+    (lambda x: shardsum.ragged_sum(x, [1, 1, 1]), r"lengths: 3 values for 4 virtual ranks"),
+    (lambda x: shardsum.ragged_sum(x, torch.tensor([1, 1, 1, 9])), r"virtual rank 3 has 9"),
+    (lambda x: shardsum.ragged_sum(x, torch.ones(4)), r"lengths: expected an integer Tensor"),
+    (lambda x: shardsum.ragged_sum(x, [1.5, 1, 1, 1]), r"lengths: expected 4 ints"),
+    (lambda x: shardsum.ragged_sum(x, [6, 6, 6, 6], size=5), r"virtual rank 0 ends at 6, beyond size 5"),
+    (lambda x: shardsum.ragged_sum(x, starts=[0, 0, -2, 0]), r"starts: virtual rank 2 starts at -2"),
+    (lambda x: shardsum.ragged_sum([x[0], x[1].double()]), r"virtual rank 1 has dtype torch.float64"),
+    (lambda x: shardsum.ragged_sum([x, x[:, :2]]), r"virtual rank 1 has trailing shape \(2,\)"),
+    (lambda x: shardsum.ragged_sum([x[0], x[1].to("meta")]), r"virtual rank 1 has device meta"),
+    (lambda x: shardsum.ragged_sum([]), r"shards"),
+    (lambda x: shardsum.ragged_sum(x[0]), r"shards: expected a padded Tensor"),
+    (lambda x: shardsum.ragged_sum(x.to(torch.complex64)), r"complex64 cannot be summed"),
+    (lambda x: shardsum.ragged_sum(x.int(), op="mean"), r"mean of torch.int32"),
+    (lambda x: shardsum.ragged_sum(x.int(), scale=2.0), r"scale of torch.int32"),
+    (lambda x: shardsum.ragged_sum(x, op="max"), r"op: expected"),
+    (lambda x: shardsum.ragged_sum(x, size=-1), r"size: -1|beyond size -1"),
+    (lambda x: shardsum.ragged_sum(x, out=torch.empty(5)), r"out: shape \(5,\)"),
+    (lambda x: shardsum.ragged_sum(x, out=torch.empty(6, dtype=torch.int64)), r"out_dtype: torch.int64"),
+    (lambda x: shardsum.ragged_sum(x.requires_grad_(), out=torch.empty(6)), r"out: not possible"),
+    (lambda x: shardsum.masked_sum(x, torch.ones(4, 5, dtype=torch.bool)), r"mask: shape \(4, 5\)"),
+    (lambda x: shardsum.masked_sum(x, torch.ones(4, 6)), r"mask: expected a bool"),
+    (lambda x: shardsum.masked_sum(x[0], torch.ones(6, dtype=torch.bool)), r"x: expected a Tensor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, message", BAD, ids=[m for _, m in BAD])
+def test_bad_input_is_named(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(b0())
+
+
+# torch.library and torch.compile
+
+
+def opcheck_samples() -> list[tuple]:
+    x = random_values((4, 6, 3), torch.float32, 5).nan_to_num(1.0, 2.0, 3.0)
+    rows = [x[r, :n].clone() for r, n in enumerate(B0_LENGTHS)]
+    grad, mask = torch.randn(6, 3), torch.rand(4, 6) < 0.5
+    tail = ("mean", 0.5, torch.float32)
+    lengths = torch.tensor(B0_LENGTHS)
+    return [
+        (operators.ragged_sum, (rows, [0] * 4, 6, *tail)),
+        (operators.ragged_sum_adjoint, (grad, [0] * 4, B0_LENGTHS, *tail)),
+        (operators.padded_sum, (x, [], B0_LENGTHS, 6, *tail)),
+        (operators.padded_sum_adjoint, (grad, [], B0_LENGTHS, 6, *tail)),
+        (operators.padded_sum_device, (x, None, lengths, 6, *tail)),
+        (operators.padded_sum_device_adjoint, (grad, None, lengths, 6, *tail)),
+        (operators.masked_sum, (x, mask, *tail)),
+        (operators.masked_sum_adjoint, (grad, mask, *tail)),
+    ]
+
+
+@pytest.mark.parametrize("op, args", opcheck_samples(), ids=lambda v: getattr(v, "_name", ""))
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck(op, args: tuple, requires_grad: bool) -> None:
+    first = args[0]
+    if requires_grad:
+        first = [t.requires_grad_() for t in first] if isinstance(first, list) else first.requires_grad_()
+    torch.library.opcheck(op, (first, *args[1:]))
+
+
+def test_gradgradcheck() -> None:
+    x = torch.randn(4, 6, 2, dtype=torch.float64, requires_grad=True)
+    for fn in (
+        lambda x: shardsum.ragged_sum(x, B0_LENGTHS, op="mean"),
+        lambda x: shardsum.ragged_sum([x[0], x[1, :2], x[2]], starts=[0, 3, 1], scale=0.5, size=8),
+    ):
+        torch.autograd.gradcheck(fn, (x,))
+        torch.autograd.gradgradcheck(fn, (x,))
+
+
+def test_compile_follows_lengths_with_two_graphs() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def by_ints(x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        return shardsum.ragged_sum(x * 2, lengths, op="mean") + 1
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def by_tensor(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return shardsum.ragged_sum(x * 2, lengths) + 1
+
+    x = b0().requires_grad_()
+    for i in range(20):
+        lengths = [(i * (r + 3)) % 7 for r in range(4)]
+        y = by_ints(x, lengths)
+        assert_same(y, shardsum.ragged_sum(x * 2, lengths, op="mean") + 1)
+        (g,) = torch.autograd.grad(y.sum(), x)
+        (e,) = torch.autograd.grad((shardsum.ragged_sum(x * 2, lengths, op="mean") + 1).sum(), x)
+        assert_same(g, e)
+    assert counter.frame_count <= 2
+    counter.clear()
+    for i in range(20):
+        lengths = torch.tensor([(i * (r + 3)) % 7 for r in range(4)])
+        assert_same(by_tensor(x, lengths), shardsum.ragged_sum(x * 2, lengths) + 1)
+    assert counter.frame_count == 1
