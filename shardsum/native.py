@@ -1,5 +1,125 @@
-"""Finds the native library. Until one is built, every operator runs the plain-torch fallback of kernels.py."""
+"""Build, find and load the native library that implements the raw operators of :mod:`shardsum.kernels`.
+
+Nothing happens at import. :func:`load` is called before the first operator and decides once per process:
+
+* ``SHARDSUM_BACKEND=torch``   never loads it: the operators run in plain torch, with the same bits.
+* ``SHARDSUM_BACKEND=native``  loads it, or raises a RuntimeError that says why it cannot.
+* ``SHARDSUM_BACKEND=auto``    (default) loads it, or warns once and runs in plain torch.
+
+A library comes from one of two places. ``shardsum/_native.so``, built ahead of time by :func:`build`, is taken when
+it was built from the sources that stand beside it, whatever torch is installed (it uses PyTorch's stable ABI only).
+Otherwise it is built at first use into ``$SHARDSUM_CACHE`` (default ``~/.cache/shardsum``), under a name that is a hash
+of sources, flags, torch, compilers and architectures; an operating-system lock makes other processes wait, and is
+released when a building process dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import building
+
+_AHEAD_OF_TIME = Path(__file__).parent / "_native.so"
+_lock = threading.Lock()
+_status: Status | None = None
+
+
+@dataclass(frozen=True)
+class Status:
+    """Which path runs. ``backend`` is "native" or "torch"; ``reason`` says why, in one sentence."""
+
+    backend: str
+    library: Path | None
+    has_cuda: bool
+    reason: str
 
 
 def load() -> None:
-    """Load the native library once; nothing to do while there is none."""
+    """Load the native library, once per process; cheap afterwards.
+
+    Raises:
+        RuntimeError: ``SHARDSUM_BACKEND=native`` and it cannot be built or loaded.
+        ValueError: ``SHARDSUM_BACKEND`` is something else than auto, native or torch.
+    """
+    if _status is None:
+        _load_once()
+
+
+# torch.compile calls it while tracing instead of tracing through it. (The public decorator,
+# torch.compiler.assume_constant_result, does the same and imports all of torch._dynamo first.)
+load._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def status() -> Status:
+    """What :func:`load` decided (it is called if it was not yet)."""
+    load()
+    assert _status is not None
+    return _status
+
+
+def build(output: Path | None = None, *, archs: tuple[str, ...] | None = None) -> Path:
+    """Build the library ahead of time; returns its path.
+
+    Args:
+        output: default ``_native.so`` beside the package, where :func:`load` looks first.
+        archs: CUDA architectures as ("80", "90"), () for none; default: ``SHARDSUM_CUDA_ARCHS`` or the usual ones where
+            a CUDA toolkit is found, none elsewhere.
+
+    Raises:
+        RuntimeError: no compiler, or it failed.
+    """
+    return building.build(output or _AHEAD_OF_TIME, archs=archs)
+
+
+def _load_once() -> None:
+    global _status
+    with _lock:
+        if _status is not None:
+            return
+        choice = os.environ.get("SHARDSUM_BACKEND", "auto")
+        if choice not in ("auto", "native", "torch"):
+            raise ValueError(f"SHARDSUM_BACKEND: expected auto, native or torch, got {choice!r}")
+        if choice == "torch":
+            _status = Status("torch", None, False, "SHARDSUM_BACKEND=torch")
+            return
+        try:
+            _status = _load_library()
+        except Exception as error:
+            if choice == "native":
+                raise RuntimeError(f"SHARDSUM_BACKEND=native, but {error}") from error
+            reason = str(error)
+            _status = Status("torch", None, False, reason)
+            warnings.warn(
+                f"shardsum runs in plain torch (the same bits, slower): {reason}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _load_library() -> Status:
+    path, reason = _find()
+    torch.ops.load_library(str(path))
+    has_cuda = bool(ctypes.CDLL(str(path)).shardsum_has_cuda())
+    return Status("native", path, has_cuda, reason)
+
+
+def _find() -> tuple[Path, str]:
+    """The library to load and where it is from."""
+    note = ""
+    if _AHEAD_OF_TIME.exists():
+        stale = building.stale_reason(_AHEAD_OF_TIME)
+        if stale is None:
+            return _AHEAD_OF_TIME, f"built ahead of time: {_AHEAD_OF_TIME}"
+        note = f" ({_AHEAD_OF_TIME} is ignored: {stale})"
+    try:
+        path = building.cached_build()
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}{note}") from error
+    return path, f"built at first use: {path}{note}"

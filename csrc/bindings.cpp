@@ -1,0 +1,315 @@
+// The operators of shardsum/kernels.py for CPU and CUDA tensors: arguments in, one row table out to a kernel.
+//
+// Python has checked shapes, dtypes and devices and raised its own errors; the checks here only keep a wrong call
+// from reading foreign memory. PyTorch's stable ABI alone is used, so one library serves torch 2.11 and later.
+#include <torch/csrc/stable/accelerator.h>
+
+#include <array>
+#include <utility>
+
+#include "boxed.h"
+
+// Weak: libtorch_cuda has it, a CPU-only torch does not. Null means there is no CUDA to launch on.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+namespace shardsum {
+namespace {
+
+DType dtype_of(const TensorView& tensor) {
+  static const std::array<std::pair<int32_t, DType>, 10> codes{{
+      {aoti_torch_dtype_float32(), DType::kFloat32},
+      {aoti_torch_dtype_bfloat16(), DType::kBFloat16},
+      {aoti_torch_dtype_float16(), DType::kFloat16},
+      {aoti_torch_dtype_float64(), DType::kFloat64},
+      {aoti_torch_dtype_int64(), DType::kInt64},
+      {aoti_torch_dtype_int32(), DType::kInt32},
+      {aoti_torch_dtype_int16(), DType::kInt16},
+      {aoti_torch_dtype_int8(), DType::kInt8},
+      {aoti_torch_dtype_uint8(), DType::kUInt8},
+      {aoti_torch_dtype_bool(), DType::kBool},
+  }};
+  const int32_t code = tensor.dtype_code();
+  for (const auto& [known, dtype] : codes) {
+    if (known == code) return dtype;
+  }
+  STD_TORCH_CHECK(false, "shardsum: dtype code ", code, " has no native kernel");
+}
+
+int64_t element_size(DType dtype) {
+  switch (dtype) {
+    case DType::kUInt8:
+    case DType::kInt8:
+    case DType::kBool:
+      return 1;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+    case DType::kInt16:
+      return 2;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    default:
+      return 8;
+  }
+}
+
+// The table of shardsum/numerics.py.
+bool can_return(DType in, DType out) {
+  switch (in) {
+    case DType::kFloat16:
+    case DType::kBFloat16:
+    case DType::kFloat32:
+      return out == DType::kFloat16 || out == DType::kBFloat16 || out == DType::kFloat32;
+    case DType::kFloat64:
+      return out == DType::kFloat64 || out == DType::kFloat32;
+    default:
+      return out == DType::kInt64;
+  }
+}
+
+SumArgs describe(const TensorView& out, const TensorView& in, int64_t num_rows, const Finish& finish) {
+  SumArgs args{dtype_of(in), dtype_of(out), num_rows};
+  STD_TORCH_CHECK(can_return(args.in_dtype, args.out_dtype), "shardsum: this pair of dtypes has no sum");
+  STD_TORCH_CHECK(out.dim() >= 1 && out.is_contiguous(), "shardsum: out is not contiguous");
+  args.size = out.size(0);
+  args.width = out.width();
+  args.out = out.mutable_data();
+  args.finish = finish;
+  return args;
+}
+
+// The last three arguments of every operator: mean, scale, accumulate.
+Finish take_finish(const StableIValue* stack) {
+  Finish finish;
+  finish.mean = torch::stable::detail::to<bool>(stack[0]);
+  if (const auto scale = torch::stable::detail::to<std::optional<double>>(stack[1])) {
+    finish.has_scale = true;
+    finish.scale = *scale;
+  }
+  finish.accumulate = torch::stable::detail::to<bool>(stack[2]);
+  return finish;
+}
+
+// `length` positions at `data`, the first at position `start`, clipped to [0, size).
+Row clip(const void* data, int64_t start, int64_t length, const SumArgs& args) {
+  const int64_t begin = start > 0 ? start : 0;
+  const int64_t end = start < 0 || length < args.size - start ? start + length : args.size;
+  if (begin >= args.size || end <= begin) return {nullptr, 0, 0};
+  const int64_t skipped = (begin - start) * args.width * element_size(args.in_dtype);
+  const int64_t stop = end < args.size ? end : args.size;
+  return {static_cast<const char*>(data) + skipped, begin * args.width, stop * args.width};
+}
+
+void check_padded(const TensorView& x, const SumArgs& args) {
+  STD_TORCH_CHECK(x.dim() >= 2 && x.width(2) == args.width, "shardsum: x and out differ in their trailing shape");
+  STD_TORCH_CHECK(x.is_contiguous_from(1), "shardsum: x[r] is not contiguous");
+}
+
+struct Cpu {
+  static bool owns(const TensorView& tensor) { return tensor.device_type() == aoti_torch_device_type_cpu(); }
+  explicit Cpu(const TensorView&) {}
+  void sum_rows(const SumArgs& args, const Row* rows) { sum_rows_cpu(args, rows); }
+  void sum_masked(const SumArgs& args, const void* data, int64_t row_stride, const Mask& mask) {
+    sum_masked_cpu(args, data, row_stride, mask);
+  }
+};
+
+#ifdef SHARDSUM_WITH_CUDA
+// The current stream of the tensors' device, made current for the scope where it is not already.
+class Cuda {
+ public:
+  static bool owns(const TensorView& tensor) { return tensor.device_type() == aoti_torch_device_type_cuda(); }
+  explicit Cuda(const TensorView& out) : device_(out.device_index()) {
+    int32_t current = -1;
+    check(aoti_torch_get_current_device_index(&current), "current device");
+    if (current != device_) guard_.emplace(device_);
+    check(aoti_torch_get_current_cuda_stream(device_, &stream_), "current CUDA stream");
+  }
+  void sum_rows(const SumArgs& args, const Row* rows) {
+    launched(sum_rows_cuda(args, rows, workspace(args), stream_));
+  }
+  void sum_device_rows(const SumArgs& args, const DeviceRows& rows) {
+    launched(sum_device_rows_cuda(args, rows, workspace(args), stream_));
+  }
+  void sum_masked(const SumArgs& args, const void* data, int64_t row_stride, const Mask& mask) {
+    launched(sum_masked_cuda(args, data, row_stride, mask, workspace(args), stream_));
+  }
+
+ private:
+  static void launched(int error) { STD_TORCH_CHECK(error == 0, "shardsum: CUDA error ", error, " at the launch"); }
+
+  // From the caching allocator on the current stream: freed at the end of the scope, reused in stream order.
+  void* workspace(const SumArgs& args) {
+    const int64_t bytes = workspace_bytes(args);
+    if (bytes == 0) return nullptr;
+    const int64_t stride = 1;
+    AtenTensorHandle handle = nullptr;
+    check(aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(), aoti_torch_device_type_cuda(),
+                                   device_, &handle),
+          "workspace");
+    workspace_.emplace(torch::stable::detail::from(handle));
+    return workspace_->view().mutable_data();
+  }
+
+  int32_t device_;
+  void* stream_ = nullptr;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+  std::optional<TensorArg> workspace_;
+};
+#endif
+
+template <class Device>
+void sum_rows(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg out_arg(stack[0]);
+  TensorListArg rows(stack[1]);
+  IntListArg starts(stack[2]);
+  const Finish finish = take_finish(stack + 3);
+
+  const TensorView out = out_arg.view();
+  STD_TORCH_CHECK(rows.size() > 0 && starts.size() == rows.size(), "shardsum: rows and starts differ in number");
+  const SumArgs args = describe(out, rows[0], rows.size(), finish);
+  const int32_t dtype = rows[0].dtype_code();
+  Table<Row> table(rows.size());
+  for (int64_t r = 0; r < rows.size(); ++r) {
+    const TensorView row = rows[r];
+    STD_TORCH_CHECK(row.dim() >= 1 && row.width() == args.width && row.dtype_code() == dtype && Device::owns(row),
+                    "shardsum: row ", r, " differs from the others in trailing shape, dtype or device");
+    STD_TORCH_CHECK(row.is_contiguous(), "shardsum: row ", r, " is not contiguous");
+    table[r] = clip(row.data(), starts[r], row.size(0), args);
+  }
+  if (args.size * args.width > 0) Device(out).sum_rows(args, table.data());
+}
+
+template <class Device>
+void sum_padded(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg out_arg(stack[0]), x_arg(stack[1]);
+  IntListArg starts(stack[2]), lengths(stack[3]);
+  const Finish finish = take_finish(stack + 4);
+
+  const TensorView out = out_arg.view(), x = x_arg.view();
+  const SumArgs args = describe(out, x, lengths.size(), finish);
+  check_padded(x, args);
+  STD_TORCH_CHECK(Device::owns(x) && lengths.size() == x.size(0), "shardsum: x and lengths differ in rows or device");
+  STD_TORCH_CHECK(starts.size() == 0 || starts.size() == lengths.size(), "shardsum: starts and lengths differ");
+  const char* data = static_cast<const char*>(x.data());
+  const int64_t row_bytes = x.stride(0) * element_size(args.in_dtype);
+  Table<Row> table(args.num_rows);
+  for (int64_t r = 0; r < args.num_rows; ++r) {
+    STD_TORCH_CHECK(lengths[r] >= 0 && lengths[r] <= x.size(1), "shardsum: length ", lengths[r], " of row ", r);
+    table[r] = clip(data + r * row_bytes, starts.size() ? starts[r] : 0, lengths[r], args);
+  }
+  if (args.size * args.width > 0) Device(out).sum_rows(args, table.data());
+}
+
+struct DevicePaddedArgs {
+  SumArgs args;
+  DeviceRows rows;
+};
+
+DevicePaddedArgs describe_device_rows(const TensorView& out, const TensorView& x, const TensorView& lengths,
+                                      const std::optional<TensorArg>& starts, const Finish& finish) {
+  DevicePaddedArgs d{describe(out, x, x.size(0), finish), {}};
+  check_padded(x, d.args);
+  const int32_t code = lengths.dtype_code();
+  STD_TORCH_CHECK(code == aoti_torch_dtype_int64() || code == aoti_torch_dtype_int32(),
+                  "shardsum: lengths are neither int32 nor int64");
+  STD_TORCH_CHECK(lengths.dim() == 1 && lengths.size(0) == x.size(0) && lengths.is_contiguous(),
+                  "shardsum: lengths are not one contiguous value a row");
+  d.rows = {x.data(), x.stride(0), x.size(1), lengths.data(), nullptr, code == aoti_torch_dtype_int64()};
+  if (starts) {
+    const TensorView s = starts->view();
+    STD_TORCH_CHECK(s.dtype_code() == code && s.dim() == 1 && s.size(0) == x.size(0) && s.is_contiguous(),
+                    "shardsum: starts differ from lengths in dtype, shape or layout");
+    d.rows.starts = s.data();
+  }
+  return d;
+}
+
+int64_t value_at(const void* values, bool index64, int64_t r) {
+  return index64 ? static_cast<const int64_t*>(values)[r] : static_cast<const int32_t*>(values)[r];
+}
+
+// On the CPU "device-resident" bounds are simply read.
+void sum_device_rows(Cpu device, const DevicePaddedArgs& d) {
+  const DeviceRows& rows = d.rows;
+  const int64_t row_bytes = rows.row_stride * element_size(d.args.in_dtype);
+  Table<Row> table(d.args.num_rows);
+  for (int64_t r = 0; r < d.args.num_rows; ++r) {
+    const int64_t start = rows.starts ? value_at(rows.starts, rows.index64, r) : 0;
+    const int64_t length = value_at(rows.lengths, rows.index64, r);
+    table[r] = clip(static_cast<const char*>(rows.data) + r * row_bytes, start > 0 ? start : 0,
+                    length > rows.capacity ? rows.capacity : length, d.args);
+  }
+  device.sum_rows(d.args, table.data());
+}
+
+#ifdef SHARDSUM_WITH_CUDA
+void sum_device_rows(Cuda device, const DevicePaddedArgs& d) { device.sum_device_rows(d.args, d.rows); }
+#endif
+
+template <class Device>
+void sum_padded_device(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg out_arg(stack[0]), x_arg(stack[1]);
+  std::optional<TensorArg> starts;
+  if (const auto handle = take_optional(stack[2])) starts.emplace(*handle);
+  const TensorArg lengths_arg(stack[3]);
+  const Finish finish = take_finish(stack + 4);
+
+  const TensorView out = out_arg.view(), lengths = lengths_arg.view();
+  const DevicePaddedArgs d = describe_device_rows(out, x_arg.view(), lengths, starts, finish);
+  STD_TORCH_CHECK(Device::owns(out) && Device::owns(x_arg.view()) && Device::owns(lengths) &&
+                      (!starts || Device::owns(starts->view())),
+                  "shardsum: out, x, starts and lengths are on different devices");
+  if (d.args.size * d.args.width > 0) sum_device_rows(Device(out), d);
+}
+
+template <class Device>
+void sum_masked(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg out_arg(stack[0]), x_arg(stack[1]), mask_arg(stack[2]);
+  const Finish finish = take_finish(stack + 3);
+
+  const TensorView out = out_arg.view(), x = x_arg.view(), mask = mask_arg.view();
+  const SumArgs args = describe(out, x, x.size(0), finish);
+  check_padded(x, args);
+  const bool bits = mask.dtype_code() == aoti_torch_dtype_int32();
+  STD_TORCH_CHECK(bits || mask.dtype_code() == aoti_torch_dtype_bool(), "shardsum: mask is neither bool nor int32");
+  STD_TORCH_CHECK(Device::owns(out) && Device::owns(x) && Device::owns(mask), "shardsum: x or mask on another device");
+  STD_TORCH_CHECK(mask.dim() == 2 && mask.size(0) == x.size(0) && x.size(1) == args.size &&
+                      mask.size(1) == (bits ? (args.size + 31) / 32 : args.size) && mask.is_contiguous_from(1),
+                  "shardsum: mask does not fit x");
+  if (args.size * args.width == 0) return;
+  Device(out).sum_masked(args, x.data(), x.stride(0), Mask{mask.data(), mask.stride(0), bits});
+}
+
+template <class Device>
+void register_operators(torch::stable::detail::StableLibrary& m) {
+  m.impl("sum_rows", &sum_rows<Device>);
+  m.impl("sum_padded", &sum_padded<Device>);
+  m.impl("sum_padded_device", &sum_padded_device<Device>);
+  m.impl("sum_masked", &sum_masked<Device>);
+}
+
+}  // namespace
+}  // namespace shardsum
+
+STABLE_TORCH_LIBRARY_IMPL(shardsum, CPU, m) { shardsum::register_operators<shardsum::Cpu>(m); }
+
+#ifdef SHARDSUM_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(shardsum, CUDA, m) {
+  // Left out where nothing could be launched: the operators then run in plain torch.
+  if (aoti_torch_get_current_cuda_stream) shardsum::register_operators<shardsum::Cuda>(m);
+}
+#endif
+
+#define SHARDSUM_EXPORT extern "C" __attribute__((visibility("default"), used))
+
+// Read from the file by shardsum/native.py: which sources, built for which architectures.
+SHARDSUM_EXPORT const char shardsum_build[] = "shardsum-build:" SHARDSUM_BUILD ";";
+
+SHARDSUM_EXPORT int shardsum_has_cuda() {
+#ifdef SHARDSUM_WITH_CUDA
+  return aoti_torch_get_current_cuda_stream != nullptr;
+#else
+  return 0;
+#endif
+}

@@ -1,0 +1,177 @@
+// The arguments of a boxed operator (PyTorch's stable ABI), read without touching the heap.
+//
+// A boxed kernel owns every argument it is given. Each type here takes one over and gives it back at the end of
+// the scope: a Tensor is one handle, a list is read once into a table on the stack (the heap beyond kInline).
+#pragma once
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "row_table.h"
+
+namespace shardsum {
+
+// A fixed number of trivially copyable elements, uninitialised.
+template <class T, int64_t kInline = 64>
+class Table {
+ public:
+  explicit Table(int64_t size) : size_(size), heap_(size > kInline ? new T[size] : nullptr) {}
+  T* data() { return heap_ ? heap_.get() : inline_; }
+  T& operator[](int64_t i) { return data()[i]; }
+  int64_t size() const { return size_; }
+
+ private:
+  int64_t size_;
+  std::unique_ptr<T[]> heap_;
+  T inline_[kInline];
+};
+
+inline void check(AOTITorchError code, const char* what) {
+  STD_TORCH_CHECK(code == TORCH_SUCCESS, "shardsum: ", what, " failed");
+}
+
+// What the kernels need to know of one tensor; borrowed.
+class TensorView {
+ public:
+  explicit TensorView(AtenTensorHandle handle) : handle_(handle) {
+    check(aoti_torch_get_sizes(handle, &sizes_), "sizes");
+    check(aoti_torch_get_dim(handle, &dim_), "dim");
+  }
+  int64_t dim() const { return dim_; }
+  int64_t size(int64_t d) const { return sizes_[d]; }
+  int64_t stride(int64_t d) const {
+    int64_t* strides = nullptr;
+    check(aoti_torch_get_strides(handle_, &strides), "strides");
+    return strides[d];
+  }
+  // Elements per index of the first `leading` dimensions.
+  int64_t width(int64_t leading = 1) const {
+    int64_t n = 1;
+    for (int64_t d = leading; d < dim_; ++d) n *= sizes_[d];
+    return n;
+  }
+  bool is_contiguous() const {
+    bool yes = false;
+    check(aoti_torch_is_contiguous(handle_, &yes), "is_contiguous");
+    return yes;
+  }
+  // Dimensions first, first + 1, ... lie contiguous in memory.
+  bool is_contiguous_from(int64_t first) const {
+    int64_t* strides = nullptr;
+    check(aoti_torch_get_strides(handle_, &strides), "strides");
+    int64_t expected = 1;
+    for (int64_t d = dim_ - 1; d >= first; --d) {
+      if (sizes_[d] == 0) return true;
+      if (sizes_[d] != 1 && strides[d] != expected) return false;
+      expected *= sizes_[d];
+    }
+    return true;
+  }
+  int32_t dtype_code() const {
+    int32_t code = 0;
+    check(aoti_torch_get_dtype(handle_, &code), "dtype");
+    return code;
+  }
+  int32_t device_type() const {
+    int32_t type = 0;
+    check(aoti_torch_get_device_type(handle_, &type), "device type");
+    return type;
+  }
+  int32_t device_index() const {
+    int32_t index = 0;
+    check(aoti_torch_get_device_index(handle_, &index), "device index");
+    return index;
+  }
+  const void* data() const {
+    const void* data = nullptr;
+    check(torch_get_const_data_ptr(handle_, &data), "data pointer");
+    return data;
+  }
+  void* mutable_data() const {
+    void* data = nullptr;
+    check(torch_get_mutable_data_ptr(handle_, &data), "data pointer");
+    return data;
+  }
+
+ private:
+  AtenTensorHandle handle_;
+  int64_t* sizes_ = nullptr;
+  int64_t dim_ = 0;
+};
+
+// Owns one tensor argument.
+class TensorArg {
+ public:
+  explicit TensorArg(StableIValue value) : handle_(torch::stable::detail::to<AtenTensorHandle>(value)) {}
+  TensorArg(const TensorArg&) = delete;
+  TensorArg& operator=(const TensorArg&) = delete;
+  ~TensorArg() { aoti_torch_delete_tensor_object(handle_); }
+  TensorView view() const { return TensorView(handle_); }
+
+ private:
+  AtenTensorHandle handle_;
+};
+
+inline int64_t list_size(StableListHandle list) {
+  size_t size = 0;
+  check(torch_list_size(list, &size), "list size");
+  return static_cast<int64_t>(size);
+}
+
+// Owns a `Tensor[]` argument and the tensors in it.
+class TensorListArg {
+ public:
+  explicit TensorListArg(StableIValue value)
+      : list_(torch::stable::detail::to<StableListHandle>(value)), handles_(list_size(list_)) {
+    for (; owned_ < handles_.size(); ++owned_) {
+      StableIValue item = 0;
+      check(torch_list_get_item(list_, owned_, &item), "list item");
+      handles_[owned_] = torch::stable::detail::to<AtenTensorHandle>(item);
+    }
+  }
+  TensorListArg(const TensorListArg&) = delete;
+  TensorListArg& operator=(const TensorListArg&) = delete;
+  ~TensorListArg() {
+    for (int64_t i = 0; i < owned_; ++i) aoti_torch_delete_tensor_object(handles_[i]);
+    torch_delete_list(list_);
+  }
+  int64_t size() const { return handles_.size(); }
+  TensorView operator[](int64_t i) { return TensorView(handles_[i]); }
+
+ private:
+  StableListHandle list_;
+  Table<AtenTensorHandle> handles_;
+  int64_t owned_ = 0;
+};
+
+// Owns an `int[]` argument.
+class IntListArg {
+ public:
+  explicit IntListArg(StableIValue value)
+      : list_(torch::stable::detail::to<StableListHandle>(value)), values_(list_size(list_)) {
+    for (int64_t i = 0; i < values_.size(); ++i) {
+      StableIValue item = 0;
+      check(torch_list_get_item(list_, i, &item), "list item");
+      values_[i] = torch::stable::detail::to<int64_t>(item);
+    }
+  }
+  IntListArg(const IntListArg&) = delete;
+  IntListArg& operator=(const IntListArg&) = delete;
+  ~IntListArg() { torch_delete_list(list_); }
+  int64_t size() const { return values_.size(); }
+  int64_t operator[](int64_t i) { return values_[i]; }
+
+ private:
+  StableListHandle list_;
+  Table<int64_t> values_;
+};
+
+// A `Tensor?` argument: a handle behind a heap cell of libtorch's, or null.
+inline std::optional<StableIValue> take_optional(StableIValue value) {
+  return torch::stable::detail::to<std::optional<StableIValue>>(value);
+}
+
+}  // namespace shardsum
