@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .layout import Interval, intervals_of
 
@@ -57,7 +58,7 @@ def plan_chunks(
 def _check_borders(borders: list[int], total: int) -> None:
     if not borders or borders[0] != 0:
         raise ValueError(f"cu_seqlens: the first border must be 0, got {borders[:1]}")
-    for i, (a, b) in enumerate(zip(borders, borders[1:])):
+    for i, (a, b) in enumerate(pairwise(borders)):
         if b < a:
             raise ValueError(f"cu_seqlens: border {i + 1} is {b}, less than the {a} before it")
     if borders[-1] != total:

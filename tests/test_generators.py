@@ -86,6 +86,6 @@ def test_errors() -> None:
     before = draw(generators, 2)
     state = generators.state_dict()
     del state["2.cpu"]
-    with pytest.raises(ValueError, match="no state '2.cpu' for virtual rank 2"):
+    with pytest.raises(ValueError, match=r"no state '2\.cpu' for virtual rank 2"):
         generators.load_state_dict(state)
     assert not torch.equal(draw(generators, 2), before)
