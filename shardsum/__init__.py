@@ -1,7 +1,9 @@
 """Ragged sharded reductions for sequence-parallel training: the same bits on any number of processes."""
 
 from .bits import first_difference
+from .group import ShardGroup
+from .nn import MaskedSum
 from .ops import masked_sum, ragged_sum
 
-__all__ = ["first_difference", "masked_sum", "ragged_sum"]
+__all__ = ["MaskedSum", "ShardGroup", "first_difference", "masked_sum", "ragged_sum"]
 __version__ = "0.1.0"

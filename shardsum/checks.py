@@ -38,6 +38,8 @@ def check_host_lengths(
 
 
 def check_size(size: Any) -> int:
+    if torch.compiler.is_compiling():  # a symbol; the operator sees the value
+        return size
     try:
         value = operator.index(size)
     except TypeError:
@@ -49,7 +51,7 @@ def check_size(size: Any) -> int:
 
 def as_ints(name: str, values: Sequence[int], count: int) -> list[int]:
     try:
-        ints = [operator.index(v) for v in values]
+        ints = list(values) if torch.compiler.is_compiling() else [operator.index(v) for v in values]
     except TypeError:
         raise ValueError(f"{name}: expected {count} ints or an integer Tensor, got {values!r}") from None
     if len(ints) != count:

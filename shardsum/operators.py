@@ -25,21 +25,21 @@ from .checks import check_host_lengths
 from .numerics import NATIVE_DTYPES, accumulator_dtype
 from .reference import contributions, finish
 
-_library = torch.library.Library("shardsum", "FRAGMENT")
+library = torch.library.Library("shardsum", "FRAGMENT")
 _TAIL = "str op, float? scale, ScalarType dtype) -> "
 
 
 def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Register ``shardsum::<schema>`` with its implementation and fake; returns the callable overload."""
     name = schema.split("(")[0]
-    _library.define(schema)
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    library.define(schema)
+    library.impl(name, implementation, "CompositeExplicitAutograd")
 
     def fake_and_load(*args: Any) -> Any:
         native.load()  # tracing runs this as plain Python: the library is there when the compiled code runs
         return fake(*args)
 
-    torch.library.register_fake(f"shardsum::{name}", fake_and_load, lib=_library)
+    torch.library.register_fake(f"shardsum::{name}", fake_and_load, lib=library)
     return getattr(torch.ops.shardsum, name).default
 
 
@@ -53,13 +53,13 @@ def readable(x: Tensor) -> Tensor:
     return x if x.dtype in NATIVE_DTYPES else x.to(torch.int64)
 
 
-def _spread(grad: Tensor, count: Tensor | None, scale: float | None, dtype: torch.dtype) -> Tensor:
+def finish_gradient(grad: Tensor, count: Tensor | None, scale: float | None, dtype: torch.dtype) -> Tensor:
     if count is None and scale is None:
         return grad.to(dtype)
     return finish(grad.to(accumulator_dtype(dtype)), count, scale, dtype)
 
 
-def _select(valid: Tensor, rows: Tensor) -> Tensor:
+def select(valid: Tensor, rows: Tensor) -> Tensor:
     """``rows`` where ``valid`` ``(R, S)``, exactly 0 elsewhere."""
     return torch.where(valid.reshape(*valid.shape, *[1] * (rows.dim() - 2)), rows, rows.new_zeros(()))
 
@@ -89,7 +89,7 @@ def _ragged_sum_adjoint(
     size = grad.shape[0]
     ends = [s + n for s, n in zip(starts, lengths)]
     count = contributions(list(zip(starts, ends)), size, grad.device) if op == "mean" else None
-    spread = _spread(grad, count, scale, dtype)
+    spread = finish_gradient(grad, count, scale, dtype)
     rows = []
     for start, n in zip(starts, lengths):
         begin, end = min(max(start, 0), size), min(max(start + n, 0), size)
@@ -144,7 +144,7 @@ def _padded_sum_adjoint(
     begins = starts or [0] * len(lengths)
     intervals = [(s, s + n) for s, n in zip(begins, lengths)]
     count = contributions(intervals, grad.shape[0], grad.device) if op == "mean" else None
-    spread = _spread(grad, count, scale, dtype)
+    spread = finish_gradient(grad, count, scale, dtype)
     rows = spread.new_zeros((len(lengths), capacity, *grad.shape[1:]))
     for row, (begin, end) in zip(rows, intervals):
         row[: end - begin] = spread[begin:end]
@@ -218,8 +218,8 @@ def _padded_sum_device_adjoint(
     if op == "mean":
         count = torch.zeros(size, dtype=torch.int64, device=grad.device)
         count.index_put_((position.clamp(max=size - 1).flatten(),), valid.flatten().to(torch.int64), accumulate=True)
-    spread = _spread(grad, count, scale, dtype)
-    return _select(valid, spread[position.clamp(max=size - 1)])
+    spread = finish_gradient(grad, count, scale, dtype)
+    return select(valid, spread[position.clamp(max=size - 1)])
 
 
 padded_sum_device = define(
@@ -247,8 +247,8 @@ def _masked_sum(x: Tensor, mask: Tensor, op: str, scale: float | None, dtype: to
 
 
 def _masked_sum_adjoint(grad: Tensor, mask: Tensor, op: str, scale: float | None, dtype: torch.dtype) -> Tensor:
-    spread = _spread(grad, mask.sum(0) if op == "mean" else None, scale, dtype)
-    return _select(mask, spread.unsqueeze(0))
+    spread = finish_gradient(grad, mask.sum(0) if op == "mean" else None, scale, dtype)
+    return select(mask, spread.unsqueeze(0))
 
 
 masked_sum = define(
@@ -285,7 +285,7 @@ def _link(name: str, partner: Callable[..., Any], arguments: Callable[[Any, list
         middle = [m if t is None else t for m, t in zip(ctx.middle, ctx.saved_tensors)]
         return partner(grad, *middle, ctx.op, ctx.scale, ctx.dtype), *ctx.rest
 
-    torch.library.register_autograd(f"shardsum::{name}", backward, setup_context=setup, lib=_library)
+    torch.library.register_autograd(f"shardsum::{name}", backward, setup_context=setup, lib=library)
 
 
 _link("ragged_sum", ragged_sum_adjoint, lambda shards, m: [m[0], [s.shape[0] for s in shards]])

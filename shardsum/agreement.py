@@ -1,0 +1,243 @@
+"""Agreement between the processes of a group before data moves, and names for who is missing when it does not.
+
+A *statement* is what one process says of one call: its name, its signature (values that all must pass alike) and its
+error. Processes state and compare once a signature (or always). The medium is the process group's key-value store, so a
+process with an error of its own states it and raises at once; peers read it there, also after a transfer failed.
+Per-call lengths (form b) ride in one small all_gather on a gloo side channel, with the signature's hash.
+
+Every method is called by all processes of the group in the same order, except where it says otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from .transports.wire import all_gather_single
+
+Signature = Mapping[str, Any]
+
+_instances: Counter[tuple[int, ...]] = Counter()
+_GRACE_S = 2.0  # how long a process that failed waits for others to say how they fared
+
+
+def fingerprint(signature: Signature) -> int:
+    """A 63-bit hash of a signature."""
+    text = json.dumps(signature, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def compare(statements: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """The sentence that names the first error or difference, the same on every process; None when all agree."""
+    for process, statement in sorted(statements.items()):
+        if statement["error"] is not None:
+            return f"{statement['name']}: process {process}: {statement['error']}"
+    base, first = min(statements.items())
+    for process, statement in sorted(statements.items()):
+        if statement["name"] != first["name"]:
+            return f"process {base} calls {first['name']}, process {process} calls {statement['name']}"
+        for field in {**first["signature"], **statement["signature"]}:
+            ours, theirs = first["signature"].get(field), statement["signature"].get(field)
+            if ours != theirs:
+                return f"{first['name']}: {field} differs: process {base} has {ours}, process {process} has {theirs}"
+    return None
+
+
+class Disagreement(ValueError):
+    """Processes called with different values, or one of them with bad ones. The same sentence on every process."""
+
+
+class Agreement:
+    """The side channel of one group of ``world_size`` processes; with one process every method returns at once.
+
+    Args:
+        group: the torch.distributed group, or None for a lone process.
+        check: "first" compares once a signature, "always" on every call.
+        timeout: how long a process waits for the others.
+
+    Attributes:
+        call: the number of the current call.
+        failed: why the group cannot be used any more, or None.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, check: str, timeout: timedelta) -> None:
+        self.rank, self.world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.check, self.timeout = check, timeout
+        self.call = 0
+        self.failed: str | None = None
+        self._agreed: set[int] = set()
+        self._stated: list[str] = []
+        if group is None or self.world_size == 1:
+            return
+        ranks = tuple(dist.get_process_group_ranks(group))
+        _instances[ranks] += 1
+        prefix = f"shardsum/{'-'.join(map(str, ranks))}/{_instances[ranks]}"
+        # A clone has a connection of its own: waiting here does not hold up other users of the store.
+        self._store = dist.PrefixStore(prefix, _get_default_store().clone())
+        self._side = dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+
+    def begin(self) -> None:
+        """Count one call. Raises RuntimeError when the group has failed before."""
+        if self.failed is not None:
+            raise RuntimeError(f"this group failed earlier and cannot be used again; make a new one. {self.failed}")
+        self.call += 1
+
+    def agree(self, name: str, signature: Signature, info: Any = None) -> list[Any]:
+        """Compare ``signature`` with the other processes' when it is new (or always).
+
+        Returns:
+            Everybody's ``info`` (any JSON value, not compared) when statements were exchanged, else [].
+
+        Raises:
+            Disagreement: signatures differ, or a process stated an error.
+            RuntimeError: a process stated nothing within the timeout; the message names it.
+        """
+        if self.world_size == 1:
+            return [info]
+        key = fingerprint({"name": name, **signature})
+        if key in self._agreed and self.check == "first":
+            return []
+        self._state(name, signature, None, info)
+        statements = self._collect(name)
+        self._agreed.add(key)
+        return [s["info"] for s in statements]
+
+    def refuse(self, name: str, error: Exception, slots: int = 0) -> Disagreement:
+        """State this process's own error, so that the others raise it too; returns what to raise.
+
+        Args:
+            slots: with lengths of form (b), as in :meth:`gather_lengths`, which the others have called; else 0, and
+                then this returns at once.
+        """
+        if self.world_size == 1:
+            return Disagreement(str(error))
+        self._state(name, {}, str(error))
+        if slots:
+            self._header(name, [-1] * (2 + slots))
+        return Disagreement(f"{name}: process {self.rank}: {error}")
+
+    def gather_lengths(self, name: str, signature: Signature, lengths: Sequence[int], slots: int) -> list[list[int]]:
+        """Every process's hosted lengths (at most ``slots`` each), in one small all_gather with the signature's hash.
+
+        Raises:
+            Disagreement, RuntimeError: as :meth:`agree`.
+        """
+        if self.world_size == 1:
+            return [list(lengths)]
+        key = fingerprint({"name": name, **signature})
+        rows = self._header(name, [key, len(lengths), *lengths, *[0] * (slots - len(lengths))])
+        if any(row[0] != key for row in rows):
+            self._state(name, signature, None)
+            self._collect(name)
+        return [row[2 : 2 + row[1]] for row in rows]
+
+    def _header(self, name: str, header: list[int]) -> list[list[int]]:
+        """All processes' headers. A process that states something in the store instead of coming ends the wait."""
+        mine = torch.tensor(header, dtype=torch.int64)
+        everyone = torch.empty(self.world_size * len(header), dtype=torch.int64)
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        try:
+            work = all_gather_single(everyone, mine, group=self._side, async_op=True)
+            while not self._wait_work(work):
+                others = [p for p in range(self.world_size) if p != self.rank]
+                elsewhere = [p for p in others if self._store.check([f"{self.call}/{p}"])]
+                if elsewhere and not work.is_completed():
+                    self.failed = f"{name}: process {elsewhere[0]} did not pass its row counts as the others did"
+                    self._state(name, {"lengths": "counted"}, None)
+                    self._collect(name)
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no row counts from every process within {self.timeout.total_seconds():g} s")
+        except RuntimeError as error:
+            raise self.explain(name, error) from error
+        return everyone.view(self.world_size, -1).tolist()
+
+    @staticmethod
+    def _wait_work(work: dist.Work) -> bool:
+        try:
+            work.wait(timedelta(seconds=0.5))
+        except RuntimeError:
+            if work.is_completed():  # failed, not late
+                raise
+            return False
+        return True
+
+    def explain(self, name: str, error: BaseException) -> RuntimeError:
+        """The error to raise when a transfer failed: who failed, who is elsewhere, who is silent. Not collective."""
+        if self.world_size == 1:
+            return RuntimeError(f"{name}: {error}")
+        mine = {"call": self.call, "name": name, "error": str(error).splitlines()[0][:300]}
+        others: dict[int, Any] = {}
+        try:
+            self._store.set(f"failed/{self.rank}", json.dumps(mine))
+            deadline = time.monotonic() + min(_GRACE_S, self.timeout.total_seconds())
+            while len(others) < self.world_size - 1 and time.monotonic() < deadline:
+                others.update(self._seen(set(range(self.world_size)) - {self.rank} - set(others)))
+                time.sleep(0.05)
+        except Exception:  # the store died with its host: say what is known
+            pass
+        lines = [f"process {p}: {text}" for p, text in sorted(others.items())]
+        silent = sorted(set(range(self.world_size)) - {self.rank} - set(others))
+        if silent:
+            lines.append(f"no word from process {', '.join(map(str, silent))}: dead, silent or in another call")
+        self.failed = f"{name} (call {self.call}) on process {self.rank} failed: {mine['error']}; " + "; ".join(lines)
+        return RuntimeError(self.failed)
+
+    def _seen(self, processes: set[int]) -> dict[int, str]:
+        """What other processes said of their failure, or of this very call."""
+        found = {}
+        for p in processes:
+            if self._store.check([f"failed/{p}"]):
+                said = json.loads(self._store.get(f"failed/{p}"))
+                found[p] = f"failed in call {said['call']} ({said['name']}): {said['error']}"
+            elif self._store.check([f"{self.call}/{p}"]):
+                said = json.loads(self._store.get(f"{self.call}/{p}"))
+                found[p] = f"is in {said['name']} {said['error'] or said['signature']}"
+        return found
+
+    def _state(self, name: str, signature: Signature, error: str | None, info: Any = None) -> None:
+        statement = {"name": name, "signature": dict(signature), "error": error, "info": info}
+        key = f"{self.call}/{self.rank}"
+        self._store.set(key, json.dumps(statement, default=str))
+        if key not in self._stated:
+            self._stated.append(key)
+
+    def _collect(self, name: str) -> list[dict[str, Any]]:
+        """Everybody's statements of this call; raises when they disagree or one is missing at the deadline."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        found: dict[int, dict[str, Any]] = {}
+        missing = list(range(self.world_size))
+        while missing:
+            for p in missing:
+                if self._store.check([f"{self.call}/{p}"]):
+                    found[p] = json.loads(self._store.get(f"{self.call}/{p}"))
+            missing = [p for p in missing if p not in found]
+            if missing and not any(s["error"] for s in found.values()):  # an error is not waited for
+                if time.monotonic() > deadline:
+                    who, waited = ", ".join(map(str, missing)), self.timeout.total_seconds()
+                    raise self.explain(name, TimeoutError(f"process {who} did not come within {waited:g} s"))
+                self._sleep_until_stated(missing[0], deadline)
+            else:
+                break
+        message = compare(found)
+        if message is not None:
+            raise Disagreement(message)
+        # Whoever stated in this call had read all statements of earlier ones.
+        for key in self._stated[:-1]:
+            self._store.delete_key(key)
+        del self._stated[:-1]
+        return [found[p] for p in range(self.world_size)]
+
+    def _sleep_until_stated(self, process: int, deadline: float) -> None:
+        left = min(0.2, deadline - time.monotonic())
+        with suppress(RuntimeError):  # not yet: the caller looks at the clock and at the others
+            self._store.wait([f"{self.call}/{process}"], timedelta(seconds=max(0.01, left)))

@@ -1,0 +1,212 @@
+"""Runs an exchange: picks the transport, cuts large messages into chunks, sums or copies the rows each sink receives.
+
+One-shot: every sink's process gets the rows it needs and reduces them itself. Two-shot, for a result that every
+process wants (all_reduce over all_to_all): process p reduces the p-th part of each chunk, then one all_gather shares
+the reduced parts. Both add the same rows in the same order with the same kernel, so their bits are equal.
+While a chunk is summed, the next one travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from . import kernels, native
+from .layout import ExchangePlan, Interval, length
+from .operators import readable
+from .transports import TRANSPORTS, Rows, Wire
+from .transports.costs import Costs
+
+#: Bytes of one chunk on the busiest process; a smaller message travels whole.
+CHUNK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """What happens to the rows of a sink. ``op`` "copy" moves bits (disjoint sources); "sum" and "mean" add."""
+
+    op: str
+    scale: float | None
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one exchange travels: a prediction that every process computes alike. Bytes by process."""
+
+    transport: str
+    two_shot: bool
+    chunks: int
+    egress: tuple[int, ...]
+    ingress: tuple[int, ...]
+    reason: str
+
+    @property
+    def busiest(self) -> int:
+        return max(*self.egress, *self.ingress)
+
+
+class Job:
+    """An exchange under way; the first transfers have started. ``result()`` completes it, once."""
+
+    def __init__(self, outs: list[Tensor], steps: Iterator[None]) -> None:
+        self._outs, self._steps = outs, steps
+        next(steps, None)
+
+    def result(self) -> list[Tensor]:
+        for _ in self._steps:
+            pass
+        return self._outs
+
+
+class Engine:
+    """Executes exchanges between the processes of a group.
+
+    Args:
+        owners: the process of every virtual rank.
+        rank: this process.
+        wire: how bytes travel; None for a lone process.
+        transport: "auto" or the name of one.
+        costs: constants of the "auto" choice by device type.
+    """
+
+    def __init__(
+        self, owners: Sequence[int], rank: int, wire: Wire | None, transport: str, costs: Mapping[str, Costs]
+    ) -> None:
+        self.owners, self.rank, self.wire = tuple(owners), rank, wire
+        self.world_size = 1 if wire is None else wire.world_size
+        self.transport, self.costs = transport, costs
+        self.last: Route | None = None
+        self.plan = lru_cache(maxsize=256)(self._plan)
+
+    def _plan(self, sources: tuple[Interval, ...], sinks: tuple[Interval, ...], kinds: str) -> ExchangePlan:
+        """``kinds``: "v" virtual rank or "p" process, of sources and of sinks (all_reduce is "vp")."""
+        owners = {"v": self.owners, "p": tuple(range(self.world_size))}
+        return ExchangePlan(sources, owners[kinds[0]], sinks, owners[kinds[1]], self.world_size)
+
+    def start(self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce) -> Job:
+        """Begin an exchange of contiguous shards ``(|I_r|, *F)``; results are one tensor per hosted sink."""
+        native.load()
+        first = shards[0]
+        trailing = first.shape[1:]
+        route = self.route(plan, trailing.numel(), first.dtype, reduce, first.device.type)
+        self.last = route
+        if self.wire is not None:
+            self.wire.traffic.sent = self.wire.traffic.received = 0
+        if route.two_shot:
+            rows = self._rows_per_chunk(plan, route.chunks)
+            buffer = first.new_empty((rows * route.chunks, *trailing), dtype=reduce.dtype)
+            outs = [buffer[: length(plan.sinks[0])]]
+            return Job(outs, self._two_shot(plan, shards, reduce, buffer, rows))
+        outs = [first.new_empty((length(plan.sinks[q]), *trailing), dtype=reduce.dtype) for q in self._hosted(plan)]
+        return Job(outs, self._one_shot(plan, shards, reduce, outs, route))
+
+    def _hosted(self, plan: ExchangePlan) -> list[int]:
+        return plan.hosted_sinks(self.rank)
+
+    def _one_shot(
+        self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, outs: list[Tensor], route: Route
+    ) -> Iterator[None]:
+        transport, n = TRANSPORTS[route.transport], route.chunks
+        cuts = [plan.cut(i / n, (i + 1) / n) for i in range(n)] if n > 1 else [plan]
+        pending = transport.start(cuts[0], shards, self.rank, self.wire)
+        yield
+        for i, cut in enumerate(cuts):
+            ahead = transport.start(cuts[i + 1], shards, self.rank, self.wire) if i + 1 < n else None
+            for q, out, rows in zip(self._hosted(plan), outs, pending.wait(self.wire)):
+                begin, end = (position - plan.sinks[q][0] for position in cut.sinks[q])
+                fill(out[begin:end], rows, reduce)
+            if ahead is not None:
+                pending = ahead
+
+    def _two_shot(
+        self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, buffer: Tensor, rows_per_chunk: int
+    ) -> Iterator[None]:
+        transport, wire = TRANSPORTS["all_to_all"], self.wire
+        assert wire is not None
+        part = rows_per_chunk // self.world_size
+        cuts = [self._chunk(plan, begin, part) for begin in range(0, buffer.shape[0], rows_per_chunk)]
+        pending = transport.start(cuts[0], shards, self.rank, wire)
+        yield
+        gathers = []
+        for i, cut in enumerate(cuts):
+            ahead = transport.start(cuts[i + 1], shards, self.rank, wire) if i + 1 < len(cuts) else None
+            chunk = buffer[i * rows_per_chunk : (i + 1) * rows_per_chunk]
+            mine = chunk[self.rank * part : (self.rank + 1) * part]
+            (rows,) = pending.wait(wire)
+            fill(mine[: length(cut.sinks[self.rank])], rows, reduce)
+            if chunk.numel():
+                gathers.append(wire.all_gather(chunk, mine))
+            if ahead is not None:
+                pending = ahead
+        for work in gathers:
+            wire.wait(work, buffer.device)
+
+    def _chunk(self, plan: ExchangePlan, begin: int, part: int) -> ExchangePlan:
+        lo, hi = plan.sinks[0]
+        starts = [min(lo + begin + p * part, hi) for p in range(self.world_size)]
+        sinks = tuple((start, min(start + part, hi)) for start in starts)
+        return ExchangePlan(plan.sources, plan.source_owners, sinks, plan.sink_owners, plan.world_size)
+
+    def _rows_per_chunk(self, plan: ExchangePlan, chunks: int) -> int:
+        """Rows of a two-shot chunk: a multiple of the process count."""
+        per_process = -(-length(plan.sinks[0]) // (chunks * self.world_size))
+        return per_process * self.world_size
+
+    # Choosing and predicting
+
+    def route(self, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce, device_type: str) -> Route:
+        """The route of an exchange with ``width`` elements a position, from values that all processes share."""
+        if self.world_size == 1:
+            return Route("local", False, 1, (0,), (0,), "one process: the shards are summed where they lie")
+        candidates = {name: self._predict(name, plan, width, dtype, reduce) for name in ("gather", "all_to_all")}
+        if self.transport != "auto":
+            return candidates[self.transport]
+        costs = self.costs.get(device_type) or self.costs["cuda"]
+        times = {name: self._microseconds(costs, plan, route, width, dtype) for name, route in candidates.items()}
+        best = min(times, key=lambda name: times[name])
+        reason = ", ".join(f"{name} {t:.0f} us" for name, t in times.items())
+        chosen = candidates[best]
+        return Route(best, chosen.two_shot, chosen.chunks, chosen.egress, chosen.ingress, f"predicted {reason}")
+
+    def _predict(self, name: str, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce) -> Route:
+        transport = TRANSPORTS[name]
+        in_bytes, out_bytes = width * dtype.itemsize, width * reduce.dtype.itemsize
+        replicated = (
+            reduce.op != "copy" and len(set(plan.sinks)) == 1 and plan.sink_owners == tuple(range(self.world_size))
+        )
+        reason = f'transport="{name}" was asked for'
+        if not (name == "all_to_all" and replicated):
+            egress = tuple(n * in_bytes for n in transport.egress(plan))
+            ingress = tuple(n * in_bytes for n in transport.ingress(plan))
+            chunks = 1 if name == "gather" else max(1, -(-max(*egress, *ingress) // CHUNK_BYTES))
+            return Route(name, False, chunks, egress, ingress, reason)
+        chunks = max(1, -(-length(plan.sinks[0]) * in_bytes // CHUNK_BYTES))
+        part = self._rows_per_chunk(plan, chunks) // self.world_size
+        cuts = [self._chunk(plan, i * part * self.world_size, part) for i in range(chunks)]
+        shared = part * chunks * (self.world_size - 1) * out_bytes
+        egress = tuple(sum(c.egress(p) for c in cuts) * in_bytes + shared for p in range(self.world_size))
+        ingress = tuple(sum(c.ingress(p) for c in cuts) * in_bytes + shared for p in range(self.world_size))
+        return Route(name, True, chunks, egress, ingress, reason)
+
+    def _microseconds(self, costs: Costs, plan: ExchangePlan, route: Route, width: int, dtype: torch.dtype) -> float:
+        read = sum(length(i) for i in plan.sources) * width * dtype.itemsize
+        collectives = route.chunks * (2 if route.two_shot else 1)
+        return costs.microseconds(collectives, route.busiest, read // self.world_size if route.two_shot else read)
+
+
+def fill(out: Tensor, rows: Rows, reduce: Reduce) -> None:
+    """Reduce the rows of one sink into ``out`` (contiguous ``(size, *F)``)."""
+    if out.numel() == 0:
+        return
+    if reduce.op == "copy":
+        for row, start in zip(rows.rows, rows.starts):
+            out[start : start + row.shape[0]] = row
+    elif not rows.rows:
+        out.zero_()
+    else:
+        kernels.sum_rows(out, [readable(r) for r in rows.rows], rows.starts, reduce.op == "mean", reduce.scale, False)

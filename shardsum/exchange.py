@@ -1,0 +1,282 @@
+"""The registered communicating operators and their autograd.
+
+    shardsum::exchange         host-known intervals: sources (I_r) -> sinks (O_q), by sum, mean or copy
+    shardsum::exchange_padded  padded shards whose lengths are only known on the device (form c)
+
+The adjoint of an exchange is the exchange with sources and sinks swapped; a mean divides by the forward's count of
+contributions, in the accumulator's dtype, before the one rounding. Only tensors, ints and strings cross the boundary:
+intervals as flat ``SymInt[]`` (begin, end, begin, end, ...), the group by name.
+
+``kinds`` says what sources and sinks are, one letter each: "v" virtual ranks, "p" processes (a result that every
+process gets). ``grad`` says what the gradient of a replicated result means: "sum" adds the processes' cotangents,
+"identity" takes this process's own as the whole one. "adjoint" marks an exchange of cotangents: what the forward agreed
+on covers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from . import kernels, native, operators
+from .engine import Engine, Reduce
+from .layout import Interval
+from .numerics import accumulator_dtype
+from .operators import define, finish_gradient, readable
+from .reference import contributions
+
+if TYPE_CHECKING:
+    from .group import ShardGroup
+
+#: Groups by name: an operator's schema carries no objects. Entries go with their groups.
+groups: WeakValueDictionary[str, ShardGroup] = WeakValueDictionary()
+
+
+def flatten(intervals: Sequence[Interval]) -> list[int]:
+    return [bound for interval in intervals for bound in interval]
+
+
+def intervals(flat: Sequence[int]) -> tuple[Interval, ...]:
+    return tuple(zip(flat[::2], flat[1::2]))
+
+
+# exchange
+
+
+def _exchange(
+    shards: list[Tensor],
+    sources: list[int],
+    sinks: list[int],
+    kinds: str,
+    op: str,
+    scale: float | None,
+    dtype: torch.dtype,
+    grad: str,
+    group: str,
+) -> list[Tensor]:
+    owner, reduce = groups[group], Reduce(op, scale, dtype)
+    if grad != "adjoint":
+        owner.agree_compiled("exchange", shards[0], reduce, grad, [kinds, sources, sinks])
+    return owner.run(shards, intervals(sources), intervals(sinks), kinds, reduce).result()
+
+
+def _exchange_fake(
+    shards: list[Tensor],
+    sources: list[int],
+    sinks: list[int],
+    kinds: str,
+    op: str,
+    scale: float | None,
+    dtype: torch.dtype,
+    grad: str,
+    group: str,
+) -> list[Tensor]:
+    owner = groups[group]
+    hosted = owner.virtual_ranks if kinds[1] == "v" else [owner.rank]
+    first, wanted = shards[0], intervals(sinks)
+    return [first.new_empty((wanted[q][1] - wanted[q][0], *first.shape[1:]), dtype=dtype) for q in hosted]
+
+
+exchange = define(
+    "exchange(Tensor[] shards, SymInt[] sources, SymInt[] sinks, str kinds, str op, float? scale, ScalarType dtype, "
+    "str grad, str group) -> Tensor[]",
+    _exchange,
+    _exchange_fake,
+)
+
+
+def _setup(ctx: Any, inputs: tuple, output: Any) -> None:
+    shards, ctx.sources, ctx.sinks, ctx.kinds, ctx.op, ctx.scale, ctx.out_dtype, ctx.grad, ctx.group = inputs
+    ctx.dtype = shards[0].dtype
+
+
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple:
+    grads = [g.contiguous() for g in grads]
+    rows = _identity_adjoint(ctx, grads[0]) if ctx.grad == "identity" else _exchange_adjoint(ctx, grads)
+    return rows, *[None] * 8
+
+
+def _identity_adjoint(ctx: Any, grad: Tensor) -> list[Tensor]:
+    """The replicated result's cotangent is the same everywhere: each hosted shard takes its part, nothing travels."""
+    begin = ctx.sinks[0]
+    sources = [(b - begin, e - begin) for b, e in intervals(ctx.sources)]
+    hosted = [sources[v] for v in groups[ctx.group].virtual_ranks]
+    if ctx.op == "mean":
+        grad = grad.to(accumulator_dtype(ctx.dtype))
+        grad = finish_gradient(grad, coverage(grad, flatten(sources), grad.shape[0]), None, grad.dtype)
+    starts, lengths = [b for b, _ in hosted], [e - b for b, e in hosted]
+    return operators.ragged_sum_adjoint(grad, starts, lengths, "sum", ctx.scale, ctx.dtype)
+
+
+def _exchange_adjoint(ctx: Any, grads: list[Tensor]) -> list[Tensor]:
+    acc = accumulator_dtype(ctx.dtype)
+    if acc == torch.float64:  # a float32 result of float64 shards: their gradient is added in float64
+        grads = [g.to(acc) for g in grads]
+    kinds, mean = ctx.kinds[::-1], ctx.op == "mean"
+    fused = (None, acc) if mean else (ctx.scale, ctx.dtype)
+    rows = exchange(grads, ctx.sinks, ctx.sources, kinds, "sum", *fused, "adjoint", ctx.group)
+    if not mean:
+        return rows
+    owner = groups[ctx.group]
+    held = intervals(ctx.sources)
+    hosted = [held[r] for r in (owner.virtual_ranks if ctx.kinds[0] == "v" else [owner.rank])]
+    counts = [coverage(row, [x - b for x in ctx.sources], e - b) for row, (b, e) in zip(rows, hosted)]
+    return [finish_gradient(row, count, ctx.scale, ctx.dtype) for row, count in zip(rows, counts)]
+
+
+def _coverage(like: Tensor, flat: list[int], size: int) -> Tensor:
+    return contributions([(max(b, 0), min(e, size)) for b, e in intervals(flat)], size, like.device)
+
+
+#: ``(size,)`` int64 on the device of ``like``: how many of the flat intervals cover each position. An operator, so
+#: that symbolic bounds need not be traced through slices.
+coverage = define(
+    "coverage(Tensor like, SymInt[] intervals, SymInt size) -> Tensor",
+    _coverage,
+    lambda like, flat, size: like.new_empty((size,), dtype=torch.int64),
+)
+torch.library.register_autograd("shardsum::exchange", _backward, setup_context=_setup, lib=operators.library)
+
+
+# exchange_padded
+
+
+def _exchange_padded(
+    x: Tensor,
+    lengths: Tensor,
+    sinks: list[int],
+    kinds: str,
+    op: str,
+    scale: float | None,
+    dtype: torch.dtype,
+    grad: str,
+    group: str,
+) -> list[Tensor]:
+    owner = groups[group]
+    owner.agree_compiled("exchange_padded", x, Reduce(op, scale, dtype), grad, [kinds, x.shape[1], sinks])
+    rows, all_lengths = gather_padded(owner.engine, x, lengths)
+    hosted = owner.virtual_ranks if kinds[1] == "v" else [owner.rank]
+    wanted = intervals(sinks)
+    outs = [sum_padded_part(rows, all_lengths, wanted[q], Reduce(op, scale, dtype)) for q in hosted]
+    return [*outs, all_lengths]
+
+
+def gather_padded(engine: Engine, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Padded rows ``(R', S_MAX, *F)`` and lengths ``(R',)`` of all virtual ranks, in their order, unread by the host.
+
+    Each row travels with its length behind it. A process that hosts fewer than the most sends empty rows, so R' >= R;
+    rows of length 0 add nothing.
+    """
+    native.load()
+    if engine.wire is None:
+        return operators.row_contiguous(x), lengths.clone()
+    counts = [engine.owners.count(p) for p in range(engine.world_size)]
+    slots, row_bytes = max(counts), x[0].numel() * x.element_size()
+    stride = -(-row_bytes // 16) * 16 + 16  # rows stay 16-byte aligned
+    mine = torch.zeros((slots, stride), dtype=torch.uint8, device=x.device)
+    mine[: x.shape[0], :row_bytes] = x.contiguous().view(x.shape[0], -1).view(torch.uint8)
+    mine[: x.shape[0], stride - 8 :].view(torch.int64)[:, 0] = lengths
+    everyone = torch.empty((engine.world_size * slots, stride), dtype=torch.uint8, device=x.device)
+    engine.wire.wait(engine.wire.all_gather(everyone, mine), x.device)
+    order = _row_order(engine.owners, slots)
+    if order is not None:
+        everyone = everyone[torch.tensor(order, device=x.device)]
+    item = x.element_size()
+    strides = (stride // item, *x.stride()[1:]) if x.is_contiguous() else (stride // item, *x[0].contiguous().stride())
+    rows = everyone.view(x.dtype).as_strided((everyone.shape[0], *x.shape[1:]), strides)
+    return rows, everyone[:, stride - 8 :].contiguous().view(torch.int64)[:, 0].contiguous()
+
+
+def _row_order(owners: Sequence[int], slots: int) -> list[int] | None:
+    """Gathered row of each virtual rank; None when rows already lie in virtual-rank order (empty ones between them)."""
+    used = [0] * (max(owners) + 1)
+    order = []
+    for owner in owners:
+        order.append(owner * slots + used[owner])
+        used[owner] += 1
+    return None if order == sorted(order) else order
+
+
+def sum_padded_part(rows: Tensor, lengths: Tensor, wanted: Interval, reduce: Reduce) -> Tensor:
+    """Positions ``wanted`` of the sum of padded rows with device lengths."""
+    begin, end = wanted
+    out = rows.new_empty((end - begin, *rows.shape[2:]), dtype=reduce.dtype)
+    part = rows[:, begin : max(begin, min(end, rows.shape[1]))]
+    if out.numel() == 0 or part.shape[1] == 0:
+        return out.zero_()
+    lengths = lengths - begin if begin else lengths
+    kernels.sum_padded_device(out, readable(part), None, lengths, reduce.op == "mean", reduce.scale, False)
+    return out
+
+
+def _exchange_padded_fake(
+    x: Tensor,
+    lengths: Tensor,
+    sinks: list[int],
+    kinds: str,
+    op: str,
+    scale: float | None,
+    dtype: torch.dtype,
+    grad: str,
+    group: str,
+) -> list[Tensor]:
+    owner = groups[group]
+    hosted = owner.virtual_ranks if kinds[1] == "v" else [owner.rank]
+    wanted = intervals(sinks)
+    outs = [x.new_empty((wanted[q][1] - wanted[q][0], *x.shape[2:]), dtype=dtype) for q in hosted]
+    return [*outs, x.new_empty((gathered_rows(owner.engine),), dtype=torch.int64)]
+
+
+def gathered_rows(engine: Engine) -> int:
+    """R' of :func:`gather_padded`."""
+    slots = max(engine.owners.count(p) for p in range(engine.world_size))
+    ordered = engine.wire is None or _row_order(engine.owners, slots) is not None
+    return len(engine.owners) if ordered else engine.world_size * slots
+
+
+exchange_padded = define(
+    "exchange_padded(Tensor x, Tensor lengths, SymInt[] sinks, str kinds, str op, float? scale, ScalarType dtype, "
+    "str grad, str group) -> Tensor[]",
+    _exchange_padded,
+    _exchange_padded_fake,
+)
+
+
+def _padded_setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    x, lengths, ctx.sinks, ctx.kinds, ctx.op, ctx.scale, _, ctx.grad, ctx.group = inputs
+    ctx.save_for_backward(lengths.clone(), output[-1])
+    ctx.capacity, ctx.dtype, ctx.device = x.shape[1], x.dtype, x.device
+
+
+def _padded_backward(ctx: Any, grads: list[Tensor]) -> tuple:
+    """Cotangents come to every source whole (its length is not known on the host), then the length selects."""
+    lengths, all_lengths = ctx.saved_tensors
+    owner = groups[ctx.group]
+    outs = [g.contiguous() for g in grads[:-1]]
+    acc = accumulator_dtype(ctx.dtype)
+    end = max(ctx.sinks[1::2])
+    if ctx.grad == "identity":
+        whole = [outs[0]] * len(owner.virtual_ranks)
+    else:
+        held = [0, end] * owner.num_virtual_ranks
+        outs = [g.to(acc) for g in outs] if acc == torch.float64 else outs
+        whole = exchange(outs, ctx.sinks, held, ctx.kinds[::-1], "sum", None, acc, "adjoint", ctx.group)
+    count = None
+    if ctx.op == "mean":
+        count = (torch.arange(end, device=ctx.device) < all_lengths.clamp(0, ctx.capacity)[:, None]).sum(0)
+    if count is not None or ctx.scale is not None:
+        whole = [finish_gradient(w.to(acc), count, ctx.scale, ctx.dtype) for w in whole]
+    rows = torch.stack([w.to(ctx.dtype) for w in whole])
+    if end < ctx.capacity:
+        rows = torch.cat([rows, rows.new_zeros((rows.shape[0], ctx.capacity - end, *rows.shape[2:]))], 1)
+    valid = torch.arange(ctx.capacity, device=ctx.device) < lengths[:, None]
+    return operators.select(valid, rows[:, : ctx.capacity]), *[None] * 8
+
+
+torch.library.register_autograd(
+    "shardsum::exchange_padded", _padded_backward, setup_context=_padded_setup, lib=operators.library
+)

@@ -1,0 +1,721 @@
+"""ShardGroup: R virtual ranks on the G processes of a torch.distributed group, and the collectives between them.
+
+``rank`` and ``world_size`` always mean processes. G = 1 without a launcher is the emulation of all R ranks in one
+process; G = R is one rank a process; anything between hosts several ranks a process. The result of a collective
+depends on the shards and on R, never on G, the placement, the transport or the device.
+
+Common to all collectives (every process makes the same calls in the same order, from one thread):
+
+shards    one Tensor ``(length, *F)`` when this process hosts one virtual rank, else a list in increasing virtual-rank
+          order; padded Tensors ``(S_MAX, *F)``, or one ``(k, S_MAX, *F)`` for k hosted ranks, with ``lengths``.
+lengths   (a) R ints, equal on all processes: nothing else travels.
+          (b) None: the shards' row counts; every call begins with one small all_gather on the host.
+          (c) an integer Tensor of the hosted ranks' lengths on the shards' device, with padded shards and ``size``:
+          never read by the host; values are clamped to [0, S_MAX].
+size      positions of the result; equal on all processes. Default: the largest length.
+grad      what autograd does with a result that every process gets. "identity": every process computes the common
+          loss from it once. "sum": each process's loss is its own part, cotangents are added in process order.
+async_op  return a :class:`Handle`; not with inputs that require grad.
+
+Errors: bad input is a ValueError with the same sentence on every process, before data moves (at the first use of a
+signature, or always with ``check="always"``). A process that dies or does not come is a RuntimeError within the timeout
+that names it; the group cannot be used afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import exchange as operators
+from .agreement import Agreement, Disagreement
+from .checks import check_size, overlap
+from .engine import Engine, Job, Reduce, Route
+from .layout import Interval, intervals_of, owners_of
+from .requests import (
+    Request,
+    Shards,
+    check_grad,
+    check_intervals,
+    check_lengths,
+    check_reduce,
+    check_splits,
+    classify_lengths,
+    describe_rows,
+    hosted_shards,
+    narrow,
+)
+from .transports import TRANSPORTS, Wire
+from .transports import costs as cost_tables
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_names = itertools.count()
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Bytes of the last collective.
+
+    Attributes:
+        route: the transport taken, and the bytes that every process sends and receives by its plan.
+        sent, received: bytes this process handed to and took from the backend.
+    """
+
+    route: Route
+    sent: int
+    received: int
+
+    @property
+    def total(self) -> int:
+        """Bytes on all wires together."""
+        return sum(self.route.egress)
+
+
+class Handle:
+    """A collective under way. ``wait()`` returns its result; on CUDA it only makes the current stream wait."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+        return self._result
+
+
+class ShardGroup:
+    """R virtual ranks on the processes of ``group``. The constructor is collective.
+
+    Args:
+        num_virtual_ranks: R, at least the number of processes. Default: one a process.
+        group: a ProcessGroup or a one-dimensional DeviceMesh (``mesh["sp"]``). Default: the world's group when
+            torch.distributed is initialised, else this process alone.
+        placement: "contiguous", "zigzag", or the owning process of every virtual rank
+            (:func:`shardsum.layout.owners_of`).
+        transport: "auto", or one of :data:`shardsum.transports.TRANSPORTS` to force it.
+        device: where shards live. Default: the group's CUDA device if it has one, else the CPU; a lone process takes
+            shards on any device.
+        check: "first" compares arguments across processes once a signature, "always" on every call.
+        timeout: seconds or timedelta to wait for other processes. Default: the group's.
+        costs: the table or file for "auto" (:mod:`shardsum.transports.costs`).
+
+    Raises:
+        ValueError: an argument is malformed, or processes disagree; the same sentence on every process.
+        RuntimeError: WORLD_SIZE says that there are other processes, but torch.distributed is not initialised.
+
+    Example:
+        >>> group = ShardGroup(3)
+        >>> group.all_reduce([torch.tensor([10, 11, 12]), torch.tensor([20, 21]), torch.tensor([40])])
+        tensor([70, 32, 12])
+    """
+
+    def __init__(
+        self,
+        num_virtual_ranks: int | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        placement: str | Sequence[int] = "contiguous",
+        transport: str = "auto",
+        device: torch.device | str | None = None,
+        check: str = "first",
+        timeout: float | timedelta | None = None,
+        costs: str | os.PathLike[str] | Mapping[str, cost_tables.Costs] | None = None,
+    ) -> None:
+        pg = _process_group(group)
+        self.group = pg
+        self.rank, self.world_size = (0, 1) if pg is None else (dist.get_rank(pg), dist.get_world_size(pg))
+        self.device = _device(pg, device)
+        limit = _timeout(pg, timeout)
+        if check not in ("first", "always"):
+            raise ValueError(f'check: expected "first" or "always", got {check!r}')
+        self._agreement = Agreement(pg, check, limit)
+        self._agreement.begin()
+        try:
+            self.num_virtual_ranks = _num_virtual_ranks(num_virtual_ranks, self.world_size)
+            self.owners = owners_of(self.num_virtual_ranks, self.world_size, placement)
+            _check_transport(transport, self.world_size)
+            table = cost_tables.load(costs)
+        except (ValueError, TypeError) as error:
+            raise self._agreement.refuse("ShardGroup", error) from error
+        signature = {"num_virtual_ranks": self.num_virtual_ranks, "placement": list(self.owners)}
+        signature |= {"transport": transport, "check": check, "device": self.device.type, "costs": repr(table)}
+        _refuse_shared_gpu(self._agreement.agree("ShardGroup", signature, _gpu(self.device)))
+        #: The virtual ranks hosted by this process, increasing.
+        self.virtual_ranks = tuple(v for v, owner in enumerate(self.owners) if owner == self.rank)
+        wire = Wire(pg, limit) if pg is not None and self.world_size > 1 else None
+        self.engine = Engine(self.owners, self.rank, wire, transport, table)
+        self.name = f"group{next(_names)}"
+        self._stream: torch.cuda.Stream | None = None
+        self._generators: Any = None
+        self._agreed = False  # inside a call whose arguments were compared
+        operators.groups[self.name] = self
+
+    def __repr__(self) -> str:
+        return (
+            f"ShardGroup(num_virtual_ranks={self.num_virtual_ranks}, rank={self.rank}, world_size={self.world_size}, "
+            f"virtual_ranks={list(self.virtual_ranks)}, transport={self.engine.transport!r}, device={self.device})"
+        )
+
+    def positions(self, virtual_rank: int) -> tuple[int, int]:
+        """Where a virtual rank lives: its process, and its index among that process's shards."""
+        owner = self.owners[virtual_rank]
+        return owner, self.owners[:virtual_rank].count(owner)
+
+    # Collectives
+
+    def all_reduce(
+        self,
+        shards: Shards,
+        lengths: Sequence[int] | Tensor | None = None,
+        *,
+        size: int | None = None,
+        op: str = "sum",
+        scale: float | None = None,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+        grad: str = "identity",
+        async_op: bool = False,
+    ) -> Any:
+        """The ragged sum of all R shards on every process: ``y[j] = sum of x_r[j]`` over r with ``j < length_r``.
+
+        Args and errors: see the module. ``op``, ``scale``, ``out_dtype``, ``out`` as in :func:`shardsum.ragged_sum`.
+
+        Returns:
+            ``(size, *F)`` (with ``async_op`` a :class:`Handle` of it).
+        """
+
+        def build() -> Request:
+            hosted = self._hosted(shards)
+            reduce, _ = check_reduce(op, scale, hosted[0].dtype, out_dtype or _dtype(out)), check_grad(grad)
+            signature = {"size": size, "op": op, "scale": scale, "grad": grad, "out_dtype": str(reduce.dtype)}
+            request = self._with_lengths("all_reduce", hosted, lengths, size, signature)
+            end = self._end(request, size)
+            request.sinks, request.kinds = ((0, end),) * self.world_size, "vp"
+            request.reduce, request.grad = reduce, grad
+            _check_out(out, (end, *_trailing(request)), reduce.dtype, request)
+            return request
+
+        return self._collective("all_reduce", build, lengths, async_op, lambda outs: _into(outs[0], out))
+
+    def reduce_scatter(
+        self,
+        shards: Shards,
+        lengths: Sequence[int] | Tensor | None = None,
+        *,
+        size: int | None = None,
+        splits: Sequence[int] | None = None,
+        op: str = "sum",
+        scale: float | None = None,
+        out_dtype: torch.dtype | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """The ragged sum, each virtual rank receiving its part of the positions.
+
+        Args and errors: see the module; ``splits`` are R ints that sum to ``size`` (default: even, longer first).
+
+        Returns:
+            ``(splits[v], *F)`` per hosted virtual rank v: a list, or a Tensor when ``shards`` was one and this process
+            hosts one virtual rank.
+        """
+
+        def build() -> Request:
+            hosted = self._hosted(shards)
+            reduce = check_reduce(op, scale, hosted[0].dtype, out_dtype)
+            signature = {"size": size, "op": op, "scale": scale, "out_dtype": str(reduce.dtype)}
+            signature["splits"] = None if splits is None else [int(n) for n in splits]
+            request = self._with_lengths("reduce_scatter", hosted, lengths, size, signature)
+            parts = check_splits(splits, self.num_virtual_ranks, self._end(request, size))
+            request.sinks, request.kinds = tuple(intervals_of(parts)), "vv"
+            request.reduce, request.grad = reduce, "sum"
+            return request
+
+        return self._collective("reduce_scatter", build, lengths, async_op, self._same_form(shards))
+
+    def all_gather(
+        self,
+        shards: Shards,
+        lengths: Sequence[int] | None = None,
+        *,
+        out: Tensor | None = None,
+        grad: str = "sum",
+        async_op: bool = False,
+    ) -> Any:
+        """All shards behind one another in virtual-rank order, on every process. Any dtype; bits are kept.
+
+        Args and errors: see the module (lengths of forms (a) and (b)).
+
+        Returns:
+            ``(sum of lengths, *F)``.
+        """
+
+        def build() -> Request:
+            hosted = self._hosted(shards)
+            signature = {"grad": check_grad(grad)}
+            request = self._with_lengths("all_gather", hosted, lengths, None, signature)
+            if request.sources is None:
+                raise ValueError(
+                    "lengths: a device tensor does not tell the host how long the result is; pass ints or None"
+                )
+            request.sources = tuple(intervals_of([end - begin for begin, end in request.sources]))
+            total = request.sources[-1][1]
+            request.sinks, request.kinds = ((0, total),) * self.world_size, "vp"
+            request.reduce, request.grad = Reduce("copy", None, hosted[0].dtype), grad
+            _check_out(out, (total, *_trailing(request)), hosted[0].dtype, request)
+            return request
+
+        return self._collective("all_gather", build, lengths, async_op, lambda outs: _into(outs[0], out))
+
+    def exchange(
+        self,
+        shards: Shards,
+        in_intervals: Sequence[Interval],
+        out_intervals: Sequence[Interval],
+        *,
+        size: int,
+        op: str = "sum",
+        scale: float | None = None,
+        out_dtype: torch.dtype | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """The operator itself: ``y_q[j] = sum of x_r[j]`` over r with ``j in I_r``, for ``j in O_q``.
+
+        Args:
+            shards: shard r holds the positions of ``in_intervals[r]`` (rows beyond them are ignored).
+            in_intervals, out_intervals: R pairs ``(begin, end)`` of global positions each, equal on all processes;
+                empty ones allowed, outputs may overlap. What no output covers is ignored and gets gradient 0.
+            size: the end of all positions.
+
+        Returns:
+            ``(|O_v|, *F)`` per hosted virtual rank v, in the form of ``shards`` (see :meth:`reduce_scatter`).
+        """
+
+        def build() -> Request:
+            hosted = self._hosted(shards)
+            reduce = check_reduce(op, scale, hosted[0].dtype, out_dtype)
+            end = check_size(size)
+            sources = check_intervals("in_intervals", in_intervals, self.num_virtual_ranks, end)
+            sinks = check_intervals("out_intervals", out_intervals, self.num_virtual_ranks, end)
+            lengths = [e - b for b, e in sources]
+            check_lengths(lengths, hosted, self.virtual_ranks, None)
+            signature = {"size": end, "op": op, "scale": scale, "out_dtype": str(reduce.dtype), **describe_rows(hosted)}
+            signature |= {"in_intervals": sources, "out_intervals": sinks}
+            rows = narrow(hosted, lengths, self.virtual_ranks)
+            return Request("exchange", rows, sources, sinks, "vv", reduce, "sum", signature)
+
+        return self._collective("exchange", build, (), async_op, self._same_form(shards))
+
+    def token_mean(self, loss_sum: Shards, num_valid: Shards, *, grad: str = "identity") -> tuple[Tensor, Tensor]:
+        """The mean loss over all valid tokens of all virtual ranks, without synchronisation.
+
+        Args:
+            loss_sum: 0-dim floating Tensor per hosted virtual rank: the sum of its tokens' losses.
+            num_valid: 0-dim integer Tensor (or int) per hosted virtual rank: how many tokens that was.
+            grad: see the module; each token's gradient is 1 / (all valid tokens) with "identity".
+
+        Returns:
+            ``(mean, count)``: float32 and int64, both 0-dim; mean 0 where count is 0.
+        """
+        losses = [x.reshape(1).to(torch.float32) for x in self._scalars("loss_sum", loss_sum)]
+        counts = [torch.as_tensor(n, device=x.device) for n, x in zip(self._scalars("num_valid", num_valid), losses)]
+        ones = [1] * self.num_virtual_ranks
+        total = self.all_reduce(losses, ones, size=1, grad=grad)
+        count = self.all_reduce([n.reshape(1).to(torch.int64) for n in counts], ones, size=1)
+        mean = torch.where(count > 0, total / count.clamp(min=1).to(torch.float32), torch.zeros_like(total))
+        return mean.reshape(()), count.reshape(())
+
+    def _scalars(self, name: str, values: Any) -> list[Any]:
+        values = [values] if isinstance(values, (Tensor, int)) and len(self.virtual_ranks) == 1 else list(values)
+        if len(values) != len(self.virtual_ranks):
+            raise ValueError(
+                f"{name}: {len(values)} values, but this process hosts {len(self.virtual_ranks)} virtual ranks"
+            )
+        return values
+
+    # Shared parameters and random streams of virtual ranks
+
+    def replicas(self, module: nn.Module) -> Any:
+        """Per hosted virtual rank, ``module`` with parameters of its own gradient and shared storage
+        (:func:`shardsum.replicas.make_replicas`)."""
+        from .replicas import make_replicas
+
+        return make_replicas(self, module)
+
+    def reduce_gradients(self, replicas: Any, *, scale: float | None = None) -> None:
+        """Sum the replicas' gradients over all virtual ranks in rank order into the module's parameters
+        (:func:`shardsum.replicas.reduce_gradients`)."""
+        from .replicas import reduce_gradients
+
+        reduce_gradients(self, replicas, scale=scale)
+
+    @property
+    def generators(self) -> Any:
+        """The random streams of the hosted virtual ranks (:class:`shardsum.generators.RankGenerators`)."""
+        if self._generators is None:
+            from .generators import RankGenerators
+
+            self._generators = RankGenerators(self.virtual_ranks, self.device)
+        return self._generators
+
+    def rng(self, virtual_rank: int) -> AbstractContextManager[None]:
+        """A context in which the default generators have virtual rank ``virtual_rank``'s state."""
+        return self.generators.context(virtual_rank)
+
+    # What happened and what would happen
+
+    def stats(self) -> Stats:
+        """Bytes of the last collective. Raises RuntimeError when there was none."""
+        if self.engine.last is None:
+            raise RuntimeError("stats: no collective has run in this group")
+        traffic = self.engine.wire.traffic if self.engine.wire is not None else None
+        return Stats(self.engine.last, traffic.sent if traffic else 0, traffic.received if traffic else 0)
+
+    def explain(
+        self,
+        lengths: Sequence[int],
+        *,
+        size: int | None = None,
+        row_shape: Sequence[int] = (),
+        dtype: torch.dtype = torch.float32,
+        out_dtype: torch.dtype | None = None,
+        collective: str = "all_reduce",
+    ) -> Explanation:
+        """Which transport such a call takes and why, with the bytes it moves. Nothing is sent.
+
+        Args:
+            lengths: R ints. For "exchange"-like questions use :meth:`stats` after a call.
+            size, row_shape (``F``), dtype, out_dtype: of the call.
+            collective: "all_reduce", "reduce_scatter" or "all_gather".
+        """
+        lengths = [int(n) for n in lengths]
+        sources = tuple((0, n) for n in lengths)
+        end = max(lengths) if size is None else size
+        sinks: tuple[Interval, ...] = ((0, end),) * self.world_size
+        kinds, op = "vp", "sum"
+        if collective == "all_gather":
+            sources, op = tuple(intervals_of(lengths)), "copy"
+            sinks = ((0, sum(lengths)),) * self.world_size
+        elif collective == "reduce_scatter":
+            sinks, kinds = tuple(intervals_of(check_splits(None, self.num_virtual_ranks, end))), "vv"
+        elif collective != "all_reduce":
+            raise ValueError(f"collective: expected all_reduce, reduce_scatter or all_gather, got {collective!r}")
+        out = dtype if op == "copy" else check_reduce(op, None, dtype, out_dtype).dtype
+        plan = self.engine.plan(sources, sinks, kinds)
+        width = torch.Size(row_shape).numel()
+        route = self.engine.route(plan, width, dtype, Reduce(op, None, out), self.device.type)
+        return Explanation(collective, route, self.num_virtual_ranks / self.world_size)
+
+    def check(self) -> None:
+        """Raise RuntimeError when the group has failed (a process died, or a call timed out)."""
+        if self._agreement.failed is not None:
+            raise RuntimeError(self._agreement.failed)
+
+    # How a call runs
+
+    def run(
+        self,
+        shards: Sequence[Tensor],
+        sources: Sequence[Interval],
+        sinks: Sequence[Interval],
+        kinds: str,
+        reduce: Reduce,
+    ) -> Job:
+        """Start an exchange of checked arguments (what the registered operators call)."""
+        plan = self.engine.plan(tuple(sources), tuple(sinks), kinds)
+        return self.engine.start(plan, [s.contiguous() for s in shards], reduce)
+
+    def _hosted(self, shards: Shards) -> list[Tensor]:
+        return hosted_shards(shards, self.virtual_ranks, None if self.world_size == 1 else self.device)
+
+    def _with_lengths(
+        self, name: str, hosted: list[Tensor], lengths: Any, size: int | None, signature: dict[str, Any]
+    ) -> Request:
+        """A request whose sources start at 0, from lengths of any form."""
+        form, values = classify_lengths(lengths, self.num_virtual_ranks, self.virtual_ranks)
+        signature |= {"lengths": form, **describe_rows(hosted)}
+        if size is not None:
+            check_size(size)
+        request = Request(name, hosted, None, (), "", Reduce("sum", None, hosted[0].dtype), "", signature)
+        if form == "device":
+            if size is None:
+                raise ValueError("size: required with lengths on the device (the host never reads them)")
+            if len({s.shape for s in hosted}) > 1:
+                raise ValueError(
+                    f"shards: device lengths need equally padded shards, got {[tuple(s.shape) for s in hosted]}"
+                )
+            signature["S_MAX"] = hosted[0].shape[0]
+            request.shards, request.device_lengths = [torch.stack(hosted)], values
+            return request
+        if form == "counted":
+            counts = [s.shape[0] for s in hosted]
+            if size is not None:
+                for v, n in zip(self.virtual_ranks, counts):
+                    if n > size:
+                        raise ValueError(f"lengths: virtual rank {v} has {n}, beyond size {size}")
+            values = self._count(name, signature, counts)
+        else:
+            check_lengths(values, hosted, self.virtual_ranks, size)
+            signature["lengths"] = values
+        request.shards = narrow(hosted, values, self.virtual_ranks)
+        request.sources = tuple((0, n) for n in values)
+        return request
+
+    @property
+    def _slots(self) -> int:
+        return max(self.owners.count(p) for p in range(self.world_size))
+
+    def _count(self, name: str, signature: dict[str, Any], counts: list[int]) -> list[int]:
+        """All R lengths from the hosted shards' row counts (form b): one small all_gather on the host."""
+        everyone = self._agreement.gather_lengths(name, signature, counts, self._slots)
+        return [everyone[owner][slot] for owner, slot in map(self.positions, range(self.num_virtual_ranks))]
+
+    @staticmethod
+    def _end(request: Request, size: int | None) -> int:
+        return size if size is not None else max(end for _, end in request.sources or ())
+
+    def _collective(
+        self,
+        name: str,
+        build: Callable[[], Request],
+        lengths: Any,
+        async_op: bool,
+        deliver: Callable[[list[Tensor]], Any],
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            return deliver(self._apply(build()))
+        self._agreement.begin()
+        try:
+            request = build()
+            if async_op and request.needs_grad:
+                raise ValueError("async_op: not possible with shards that require grad")
+        except Disagreement:
+            raise
+        except (ValueError, TypeError) as error:
+            raise self._agreement.refuse(name, error, self._slots if lengths is None else 0) from error
+        if lengths is not None:  # counted lengths have agreed on the way
+            self._agreement.agree(name, request.signature)
+        self._agreed = True
+        try:
+            if async_op:
+                return self._begin(request, deliver)
+            return deliver(self._apply(request) if request.needs_grad else self._job(request).result())
+        except RuntimeError as error:
+            raise self._failure(name, error) from error
+        finally:
+            self._agreed = False
+
+    def agree_compiled(self, name: str, first: Tensor, reduce: Reduce, grad: str, bounds: list[Any]) -> None:
+        """Compare the arguments of an operator that compiled code calls (eager calls have done it)."""
+        if self._agreed:
+            return
+        self._agreement.begin()
+        signature = {"op": reduce.op, "scale": reduce.scale, "out_dtype": str(reduce.dtype), "grad": grad}
+        signature |= {"dtype": str(first.dtype), "trailing shape": list(first.shape[1:]), "bounds": bounds}
+        self._agreement.agree(name, signature)
+
+    def _failure(self, name: str, error: RuntimeError) -> RuntimeError:
+        """A transfer's error, with the names of who is missing; a lone process's errors are its own."""
+        return error if self.world_size == 1 else self._agreement.explain(name, error)
+
+    def _apply(self, request: Request) -> list[Tensor]:
+        """Run as a registered operator (with autograd, or while compiling)."""
+        reduce = request.reduce
+        tail = (request.kinds, reduce.op, reduce.scale, reduce.dtype, request.grad, self.name)
+        sinks = operators.flatten(request.sinks)
+        if request.sources is None:
+            return operators.exchange_padded(request.shards[0], request.device_lengths, sinks, *tail)[:-1]
+        return operators.exchange(request.shards, operators.flatten(request.sources), sinks, *tail)
+
+    def _job(self, request: Request) -> Any:
+        if request.sources is None:
+            return _Ready(lambda: self._apply(request))
+        return self.run(request.shards, request.sources, request.sinks, request.kinds, request.reduce)
+
+    def _begin(self, request: Request, deliver: Callable[[list[Tensor]], Any]) -> Handle:
+        """Start a call and return its handle. On CUDA everything runs on a stream of the group's own."""
+        tensors = [*request.shards, *([] if request.device_lengths is None else [request.device_lengths])]
+        if not tensors[0].is_cuda:
+            job = self._job(request)
+
+            def finish() -> Any:
+                try:
+                    return deliver(job.result())
+                except RuntimeError as error:
+                    raise self._failure(request.name, error) from error
+
+            return Handle(finish)
+        current = torch.cuda.current_stream(tensors[0].device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensors[0].device)
+        stream = self._stream
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            outs = self._job(request).result()
+        for t in tensors:
+            t.record_stream(stream)
+        done = stream.record_event()
+
+        def join() -> Any:
+            waiting = torch.cuda.current_stream(tensors[0].device)
+            waiting.wait_event(done)
+            for t in outs:
+                t.record_stream(waiting)
+            return deliver(outs)
+
+        return Handle(join)
+
+    def _same_form(self, shards: Shards) -> Callable[[list[Tensor]], Any]:
+        single = isinstance(shards, Tensor) and len(self.virtual_ranks) == 1
+        return lambda outs: outs[0] if single else outs
+
+
+class _Ready:
+    """A job that runs when its result is asked for."""
+
+    def __init__(self, result: Callable[[], list[Tensor]]) -> None:
+        self.result = result
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would do; ``print`` it."""
+
+    collective: str
+    route: Route
+    virtual_ranks_per_process: float
+
+    def __str__(self) -> str:
+        r = self.route
+        shots = "two-shot" if r.two_shot else "one-shot"
+        return (
+            f"{self.collective} by {r.transport} ({shots}, {r.chunks} chunk{'s' * (r.chunks > 1)}): {r.reason}\n"
+            f"bytes: {sum(r.egress)} in total; busiest process sends {max(r.egress)}, receives {max(r.ingress)}\n"
+            f"each process hosts {self.virtual_ranks_per_process:g} virtual ranks and sends that many rows an element "
+            f"(nothing is summed before it travels: the order of additions is the ranks')"
+        )
+
+
+# Constructor details
+
+
+def _process_group(group: Any) -> dist.ProcessGroup | None:
+    if group is not None:
+        if hasattr(group, "get_group"):  # a DeviceMesh
+            if group.ndim != 1:
+                raise ValueError(f'group: a DeviceMesh of {group.ndim} dimensions; pass one dimension, as mesh["sp"]')
+            return group.get_group()
+        return group
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise RuntimeError(
+            f"WORLD_SIZE is {world}, but torch.distributed is not initialised: "
+            "call torch.distributed.init_process_group() before ShardGroup()"
+        )
+    return None
+
+
+def _device(pg: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        device = torch.device(device)
+    elif pg is not None and any(d.type == "cuda" for d in pg._device_types) and torch.cuda.is_available():
+        device = torch.device("cuda")
+    else:
+        device = torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _timeout(pg: dist.ProcessGroup | None, timeout: float | timedelta | None) -> timedelta:
+    if isinstance(timeout, timedelta):
+        return timeout
+    if timeout is not None:
+        if timeout <= 0:
+            raise ValueError(f"timeout: {timeout} s is not positive")
+        return timedelta(seconds=timeout)
+    if pg is not None:
+        for device in pg._device_types:
+            limit = getattr(getattr(pg._get_backend(device), "options", None), "_timeout", None)
+            if limit is not None:
+                return limit
+    return timedelta(minutes=10)
+
+
+def _num_virtual_ranks(value: int | None, world_size: int) -> int:
+    if value is None:
+        if world_size == 1:
+            raise ValueError("num_virtual_ranks: a lone process cannot guess R; pass it, for example ShardGroup(4)")
+        return world_size
+    value = check_size(value) if not isinstance(value, bool) else 0
+    if value < 1:
+        raise ValueError(f"num_virtual_ranks: {value} is less than 1")
+    return value
+
+
+def _check_transport(transport: str, world_size: int) -> None:
+    if transport not in ("auto", *TRANSPORTS):
+        raise ValueError(f"transport: expected one of {['auto', *TRANSPORTS]}, got {transport!r}")
+    if world_size > 1 and transport == "local":
+        raise ValueError(f'transport: "local" is for one process, the group has {world_size}')
+
+
+def _gpu(device: torch.device) -> list[str] | None:
+    """Host name and GPU, to notice two processes on one."""
+    if device.type != "cuda":
+        return None
+    return [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)]
+
+
+def _refuse_shared_gpu(gpus: list[Any]) -> None:
+    seen: dict[tuple[str, ...], int] = {}
+    for process, gpu in enumerate(gpus):
+        if gpu is None:
+            continue
+        other = seen.setdefault(tuple(gpu), process)
+        if other != process:
+            raise ValueError(
+                f"processes {other} and {process} use the same GPU {gpu[1]} of {gpu[0]}; NCCL refuses that. "
+                "Host several virtual ranks in one process instead: ShardGroup(num_virtual_ranks=R), one process a GPU"
+            )
+
+
+# Results
+
+
+def _trailing(request: Request) -> tuple[int, ...]:
+    return tuple(request.shards[0].shape[1 if request.sources is not None else 2 :])
+
+
+def _dtype(out: Tensor | None) -> torch.dtype | None:
+    return None if out is None else out.dtype
+
+
+def _check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, request: Request) -> None:
+    if out is None:
+        return
+    if tuple(out.shape) != shape or out.dtype != dtype:
+        raise ValueError(f"out: {out.dtype} {tuple(out.shape)}, but the result is {dtype} {shape}")
+    if out.device != request.shards[0].device:
+        raise ValueError(f"out: on {out.device}, but the shards are on {request.shards[0].device}")
+    if request.needs_grad or (torch.is_grad_enabled() and out.requires_grad):
+        raise ValueError("out: not possible where gradients are needed; use the returned tensor")
+    if any(overlap(out, s) for s in request.shards):
+        raise ValueError("out: shares memory with the shards")
+
+
+def _into(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out.copy_(result)

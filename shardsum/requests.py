@@ -1,0 +1,146 @@
+"""From what a user passes to a collective to what the engine runs: checked arguments as intervals and shards.
+
+A request holds only plain values; its ``signature`` is what all processes must pass alike and enters the agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import as_ints, check_index_tensor, check_shards, check_size, describe
+from .engine import Reduce
+from .layout import Interval
+from .numerics import check_op, resolve_out_dtype
+
+Shards = Tensor | Sequence[Tensor]
+
+
+@dataclass
+class Request:
+    """One collective call. ``sources`` is None for padded shards with device lengths (``shards[0]`` is padded then)."""
+
+    name: str
+    shards: list[Tensor]
+    sources: tuple[Interval, ...] | None
+    sinks: tuple[Interval, ...]
+    kinds: str
+    reduce: Reduce
+    grad: str
+    signature: dict[str, Any]
+    device_lengths: Tensor | None = None
+
+    @property
+    def needs_grad(self) -> bool:
+        return torch.is_grad_enabled() and any(s.requires_grad for s in self.shards)
+
+
+def hosted_shards(shards: Shards, hosted: Sequence[int], device: torch.device | None) -> list[Tensor]:
+    """One tensor per hosted virtual rank, from any accepted form; ValueError when they do not fit together.
+
+    ``device`` is the group's; None accepts any (a lone process).
+    """
+    k = len(hosted)
+    if isinstance(shards, Tensor):
+        if k == 1:
+            shards = [shards]
+        elif shards.dim() < 2 or shards.shape[0] != k:
+            raise ValueError(
+                f"shards: this process hosts {k} virtual ranks {list(hosted)}; "
+                f"pass a list of {k} Tensors or one Tensor ({k}, S_MAX, *F), got {describe(shards)}"
+            )
+        else:
+            shards = list(shards.unbind(0))
+    shards = check_shards(shards, hosted)
+    if len(shards) != k:
+        raise ValueError(f"shards: {len(shards)} shards, but this process hosts {k} virtual ranks {list(hosted)}")
+    if device is not None and shards[0].device.type != device.type:
+        raise ValueError(f"shards: on {shards[0].device}, but the group exchanges tensors on {device}")
+    return shards
+
+
+def describe_rows(shards: Sequence[Tensor]) -> dict[str, Any]:
+    """The part of a signature that shards determine: never a local length."""
+    return {"dtype": str(shards[0].dtype), "trailing shape": list(shards[0].shape[1:])}
+
+
+def check_reduce(op: str, scale: float | None, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Reduce:
+    check_op(op, scale, dtype)
+    return Reduce(op, None if scale is None else float(scale), resolve_out_dtype(dtype, out_dtype))
+
+
+def check_grad(grad: str) -> str:
+    if grad not in ("identity", "sum"):
+        raise ValueError(f'grad: expected "identity" or "sum", got {grad!r}')
+    return grad
+
+
+def classify_lengths(lengths: Any, num_virtual_ranks: int, hosted: Sequence[int]) -> tuple[str, Any]:
+    """``("counted", None)``, ``("host", R ints)`` or ``("device", hosted index tensor)``.
+
+    A CPU tensor of R values is read like ints; a tensor of the hosted values, or one on another device, is form (c).
+    """
+    if lengths is None:
+        return "counted", None
+    if not isinstance(lengths, Tensor):
+        return "host", as_ints("lengths", lengths, num_virtual_ranks)
+    if lengths.is_cpu and tuple(lengths.shape) == (num_virtual_ranks,):
+        return "host", check_index_tensor("lengths", lengths, num_virtual_ranks).tolist()
+    return "device", check_index_tensor("lengths", lengths, len(hosted)).to(torch.int64)
+
+
+def check_lengths(lengths: Sequence[int], shards: Sequence[Tensor], hosted: Sequence[int], size: int | None) -> None:
+    """Host lengths of all virtual ranks against the hosted shards and the size."""
+    for r, n in enumerate(lengths):
+        if n < 0:
+            raise ValueError(f"lengths: virtual rank {r} has {n}, a length is at least 0")
+        if size is not None and n > size:
+            raise ValueError(f"lengths: virtual rank {r} has {n}, beyond size {size}")
+    for r, shard in zip(hosted, shards):
+        if lengths[r] > shard.shape[0]:
+            raise ValueError(f"lengths: virtual rank {r} has {lengths[r]}, but its shard holds {shard.shape[0]} rows")
+
+
+def check_intervals(name: str, intervals: Any, count: int, size: int) -> tuple[Interval, ...]:
+    """R half-open intervals inside ``[0, size)`` as plain ints."""
+    if isinstance(intervals, Tensor):
+        intervals = intervals.tolist()
+    try:
+        pairs = [(begin, end) for begin, end in intervals]
+    except TypeError:
+        raise ValueError(f"{name}: expected {count} pairs (begin, end), got {intervals!r}") from None
+    if len(pairs) != count:
+        raise ValueError(f"{name}: {len(pairs)} intervals for {count} virtual ranks")
+    checked = []
+    for r, pair in enumerate(pairs):
+        begin, end = as_ints(f"{name} of virtual rank {r}", pair, 2)
+        if not 0 <= begin <= end <= size:
+            raise ValueError(
+                f"{name}: virtual rank {r} has ({begin}, {end}), expected 0 <= begin <= end <= size {size}"
+            )
+        checked.append((begin, end))
+    return tuple(checked)
+
+
+def check_splits(splits: Sequence[int] | None, count: int, size: int) -> list[int]:
+    """How ``size`` positions are divided over the virtual ranks."""
+    from .layout import split_evenly
+
+    if splits is None:
+        return split_evenly(check_size(size), count)
+    checked = as_ints("splits", splits, count)
+    for r, n in enumerate(checked):
+        if n < 0:
+            raise ValueError(f"splits: virtual rank {r} has {n}, a length is at least 0")
+    if sum(checked) != size:
+        raise ValueError(f"splits: they sum to {sum(checked)}, but size is {size}")
+    return checked
+
+
+def narrow(shards: Sequence[Tensor], lengths: Sequence[int], hosted: Sequence[int]) -> list[Tensor]:
+    """The valid rows of each hosted shard."""
+    return [s if s.shape[0] == lengths[r] else s[: lengths[r]] for r, s in zip(hosted, shards)]

@@ -1,0 +1,21 @@
+"""How shards reach the processes that sum them. Each module holds one transport; :mod:`.base` says what one is.
+
+To add a transport, write such a module and name its class in :data:`TRANSPORTS`: the engine (:mod:`shardsum.exchange`)
+sums or copies the rows it yields with the same kernel as all others.
+
+    local       views of the shards in place                                  one process
+    gather      padded (R, S_MAX, *F) buffer by all_gather                    small, or nearly even shards
+    all_to_all  exactly what each process wants, in uneven splits             large or ragged
+"""
+
+from __future__ import annotations
+
+from .all_to_all import AllToAll
+from .base import Pending, Rows, Transport
+from .gather import Gather
+from .local import Local
+from .wire import Traffic, Wire
+
+TRANSPORTS: dict[str, Transport] = {t.name: t for t in (Local(), Gather(), AllToAll())}
+
+__all__ = ["TRANSPORTS", "Pending", "Rows", "Traffic", "Transport", "Wire"]

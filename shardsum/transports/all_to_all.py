@@ -1,0 +1,55 @@
+"""Rows are exactly what this process's sinks want: one all_to_all with uneven splits, nothing padded, nothing twice.
+
+From process a to b travels, for each source r on a, the part of I_r inside the union of b's outputs
+(:attr:`ExchangePlan.segments`). What a process gives itself stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..layout import ExchangePlan, Segment, length
+from .base import Pending, narrow_to_sink
+from .wire import Wire
+
+
+class AllToAll:
+    name = "all_to_all"
+
+    def start(self, plan: ExchangePlan, shards: Sequence[Tensor], rank: int, wire: Wire | None) -> Pending:
+        assert wire is not None
+        first = shards[0]
+        trailing, width = first.shape[1:], first.shape[1:].numel()
+        local = dict(zip(plan.hosted_sources(rank), shards))
+
+        def view(segment: Segment) -> Tensor:
+            begin = plan.sources[segment.source][0]
+            return local[segment.source][segment.interval[0] - begin : segment.interval[1] - begin]
+
+        outgoing = [() if b == rank else cell for b, cell in enumerate(plan.segments[rank])]
+        incoming = [() if a == rank else row[rank] for a, row in enumerate(plan.segments)]
+        parts = [view(s).reshape(-1) for cell in outgoing for s in cell]
+        send = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else first.new_empty(0)
+        in_splits = [width * sum(length(s.interval) for s in cell) for cell in outgoing]
+        out_splits = [width * sum(length(s.interval) for s in cell) for cell in incoming]
+        receive = first.new_empty(sum(out_splits))
+        works = [wire.all_to_all(receive, send, out_splits, in_splits)] if width and plan.total else []
+
+        pieces = [(s.source, s.interval[0], view(s)) for s in plan.segments[rank][rank]]
+        offset = 0
+        for s in (s for cell in incoming for s in cell):
+            n = length(s.interval)
+            pieces.append((s.source, s.interval[0], receive[offset : offset + n * width].view(n, *trailing)))
+            offset += n * width
+        pieces.sort(key=lambda piece: piece[:2])
+        sinks = [narrow_to_sink(plan, q, pieces) for q in plan.hosted_sinks(rank)]
+        return Pending(sinks, works, [receive, send])
+
+    def egress(self, plan: ExchangePlan) -> list[int]:
+        return [plan.egress(a) for a in range(plan.world_size)]
+
+    def ingress(self, plan: ExchangePlan) -> list[int]:
+        return [plan.ingress(a) for a in range(plan.world_size)]

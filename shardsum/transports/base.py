@@ -1,0 +1,66 @@
+"""What a transport is: it yields rows, for each hosted sink one tensor and start per contributing source, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..layout import ExchangePlan
+from .wire import Wire
+
+
+@dataclass
+class Rows:
+    """What one sink sums: tensors ``(n_r, *F)`` in source order and their start relative to the sink's begin."""
+
+    rows: list[Tensor]
+    starts: list[int]
+
+
+@dataclass
+class Pending:
+    """Transfers under way; ``sinks`` holds the rows of every hosted sink, readable after :meth:`wait`."""
+
+    sinks: list[Rows]
+    works: list[dist.Work] = field(default_factory=list)
+    keep: Sequence[Tensor] = ()  # buffers that must live until the transfers end
+
+    def wait(self, wire: Wire | None) -> list[Rows]:
+        for work in self.works:
+            assert wire is not None
+            wire.wait(work, self.keep[0].device)
+        self.works = []
+        return self.sinks
+
+
+class Transport(Protocol):
+    """How rows come to be.
+
+    ``start`` is called by every process with the same plan and its own hosted source tensors (contiguous,
+    ``(|I_r|, *F)``), in the same order of calls. It moves bytes and never reads a tensor's values on the host.
+    ``egress`` and ``ingress`` predict the positions that each process sends to and receives from others.
+    """
+
+    name: str
+
+    def start(self, plan: ExchangePlan, shards: Sequence[Tensor], rank: int, wire: Wire | None) -> Pending: ...
+
+    def egress(self, plan: ExchangePlan) -> list[int]: ...
+
+    def ingress(self, plan: ExchangePlan) -> list[int]: ...
+
+
+def narrow_to_sink(plan: ExchangePlan, sink: int, pieces: Sequence[tuple[int, int, Tensor]]) -> Rows:
+    """The rows of one sink from pieces ``(source, begin, tensor)`` in source order; what lies outside is cut off."""
+    lo, hi = plan.sinks[sink]
+    rows, starts = [], []
+    for _, begin, tensor in pieces:
+        first, last = max(begin, lo), min(begin + tensor.shape[0], hi)
+        if first < last:
+            rows.append(tensor[first - begin : last - begin])
+            starts.append(first - lo)
+    return Rows(rows, starts)

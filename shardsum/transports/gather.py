@@ -1,0 +1,50 @@
+"""Rows are slices of a padded (G, k, S, *F) buffer that one all_gather fills on every process.
+
+k is the largest number of sources on a process and S the longest source, so every process sends the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..layout import ExchangePlan, length
+from .base import Pending, narrow_to_sink
+from .wire import Wire
+
+
+class Gather:
+    name = "gather"
+
+    def start(self, plan: ExchangePlan, shards: Sequence[Tensor], rank: int, wire: Wire | None) -> Pending:
+        assert wire is not None
+        slots, longest = _padded(plan)
+        first, trailing = shards[0], shards[0].shape[1:]
+        if slots == 1 and first.shape[0] == longest:
+            mine = first  # already the padded form
+        else:
+            mine = first.new_empty((slots, longest, *trailing))
+            for slot, shard in enumerate(shards):
+                mine[slot, : shard.shape[0]] = shard
+        everyone = first.new_empty((plan.world_size, slots, longest, *trailing))
+        works = [wire.all_gather(everyone, mine)] if everyone.numel() else []
+        used: Counter[int] = Counter()
+        pieces = []
+        for r, (interval, owner) in enumerate(zip(plan.sources, plan.source_owners)):
+            pieces.append((r, interval[0], everyone[owner, used[owner], : length(interval)]))
+            used[owner] += 1
+        sinks = [narrow_to_sink(plan, q, pieces) for q in plan.hosted_sinks(rank)]
+        return Pending(sinks, works, [everyone, mine])
+
+    def egress(self, plan: ExchangePlan) -> list[int]:
+        slots, longest = _padded(plan)
+        return [slots * longest * (plan.world_size - 1)] * plan.world_size
+
+    ingress = egress
+
+
+def _padded(plan: ExchangePlan) -> tuple[int, int]:
+    slots = max(Counter(plan.source_owners).values())
+    return slots, max(length(i) for i in plan.sources)

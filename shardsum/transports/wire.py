@@ -1,0 +1,74 @@
+"""The only place that calls torch.distributed to move data: bytes in, bytes out, counted.
+
+All collectives move ``uint8`` views, so every dtype travels alike on every backend and nothing is ever reduced by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+#: ``(out, input, group=, async_op=)``; torch 2.13 renamed it.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class Traffic:
+    """Bytes this process sent to and received from other processes."""
+
+    sent: int = 0
+    received: int = 0
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A flat ``uint8`` view of a contiguous tensor."""
+    # Not reshape: a contiguous tensor of one element may have stride 0, which view(dtype) refuses.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+class Wire:
+    """Byte collectives on one process group.
+
+    Args:
+        group: the torch.distributed group whose processes exchange.
+        timeout: the limit of a host wait (gloo; NCCL has its watchdog).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self.group, self.timeout = group, timeout
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.traffic = Traffic()
+
+    def all_gather(self, out: Tensor, mine: Tensor) -> dist.Work:
+        """Start gathering ``mine`` of every process into ``out``, both contiguous, ``out`` G times as large."""
+        moved = mine.numel() * mine.element_size() * (self.world_size - 1)
+        self.traffic.sent += moved
+        self.traffic.received += moved
+        return all_gather_single(as_bytes(out), as_bytes(mine), group=self.group, async_op=True)
+
+    def all_to_all(self, out: Tensor, mine: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> dist.Work:
+        """Start the exchange of uneven parts of flat tensors; splits in elements, by process, nothing for oneself."""
+        itemsize = mine.element_size()
+        self.traffic.sent += mine.numel() * itemsize
+        self.traffic.received += out.numel() * itemsize
+        return dist.all_to_all_single(
+            as_bytes(out),
+            as_bytes(mine),
+            [n * itemsize for n in out_splits],
+            [n * itemsize for n in in_splits],
+            group=self.group,
+            async_op=True,
+        )
+
+    def wait(self, work: dist.Work, device: torch.device) -> None:
+        """CPU: block until done, at most the timeout. CUDA: make the current stream wait."""
+        if device.type == "cpu":
+            work.wait(self.timeout)
+        else:
+            work.wait()
