@@ -373,6 +373,19 @@ class ShardGroup:
         """A context in which the default generators have virtual rank ``virtual_rank``'s state."""
         return self.generators.context(virtual_rank)
 
+    # Agreement for operations made of several collectives
+
+    def refuse(self, name: str, error: Exception, slots: int = 0) -> ValueError:
+        """State this process's own error in place of the collective that the other processes call next; returns what
+        to raise. ``slots`` as in :meth:`gather_ints` when that is what they call."""
+        self._agreement.begin()
+        return self._agreement.refuse(name, error, slots)
+
+    def gather_ints(self, name: str, values: Sequence[int], slots: int) -> list[list[int]]:
+        """Every process's ``values``, at most ``slots`` ints of 63 bits, by process: on the host's side channel."""
+        self._agreement.begin()
+        return self._agreement.gather_lengths(name, {"slots": slots}, values, slots)
+
     # What happened and what would happen
 
     def stats(self) -> Stats:
