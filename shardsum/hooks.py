@@ -101,7 +101,8 @@ class FSDPReduceScatter:
 
     One object serves all modules of a model, whatever groups they are sharded over: it makes a ShardGroup for each
     process group it meets, at the first call, which is collective (every process of the group takes part in it).
-    Gradients are added in fp32 and rounded once to FSDP's reduce dtype (``MixedPrecisionPolicy.reduce_dtype``).
+    Gradients are added in fp32 and rounded once to FSDP's reduce dtype (``MixedPrecisionPolicy.reduce_dtype``). With
+    HSDP the all-reduce over the replicating axis stays torch's own.
 
     Args:
         scale: factor of the sum, e.g. ``1 / world_size`` for the average. None is the plain sum.

@@ -89,3 +89,18 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=r"no state '2\.cpu' for virtual rank 2"):
         generators.load_state_dict(state)
     assert not torch.equal(draw(generators, 2), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_streams_are_switched_too() -> None:
+    a, b = RankGenerators([0, 1], "cuda", seed=4), RankGenerators([1], "cuda", seed=4)
+    torch.cuda.manual_seed(2)
+    outside = torch.rand(3, device="cuda")
+    torch.cuda.manual_seed(2)
+    with a.context(1):
+        x, y = torch.rand(5, device="cuda"), torch.rand(5)
+    assert torch.equal(torch.rand(3, device="cuda"), outside)
+    with b.context(1):
+        assert torch.equal(torch.rand(5, device="cuda"), x) and torch.equal(torch.rand(5), y)
+    assert sorted(a.state_dict()) == ["0.cpu", "0.cuda", "1.cpu", "1.cuda"]

@@ -232,3 +232,61 @@ def test_hook_state_refuses_what_cannot_work() -> None:
         HookState(ShardGroup(4))
     with pytest.raises(ValueError, match=r"wire_dtype: torch\.int32 is none of torch.float16"):
         HookState(ShardGroup(1), wire_dtype=torch.int32)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def _ddp_on_gpu(rank: int, world_size: int, wire: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The gradients of a plain backward pass here, and those that DDP leaves."""
+    module = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]).cuda()
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank)).cuda()
+    ddp = DistributedDataParallel(module, device_ids=[rank], bucket_cap_mb=0.3)
+    module(x).square().sum().backward()
+    plain = [p.grad.clone().cpu() for p in module.parameters()]
+    ddp.register_comm_hook(HookState(ShardGroup(), wire_dtype=wire), ddp_comm_hook)
+    for _ in range(3):  # buckets are rebuilt after the first step
+        module.zero_grad()
+        ddp(x).square().sum().backward()
+    return plain, [p.grad.cpu() for p in module.parameters()]
+
+
+@pytest.mark.multi_gpu
+@two_gpus
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_ddp_on_gpus_gives_the_mean_in_rank_order(wire: Any) -> None:
+    results = run_processes(_ddp_on_gpu, 2, wire, backend="nccl")
+    for i, rows in enumerate(zip(*[plain for plain, _ in results])):
+        sent = [row.flatten() if wire is None else row.flatten().to(wire) for row in rows]
+        expected = reference.ragged_sum(sent, [0, 0], sent[0].numel(), op="mean", out_dtype=rows[0].dtype)
+        for _, found in results:
+            assert bits.equal(found[i].flatten(), expected)
+
+
+def _fsdp_on_gpu(rank: int, world_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A direct call, and the gradients of a sharded model whose every process has the same batch."""
+    reduce_scatter = FSDPReduceScatter(scale=1 / world_size)
+    x = torch.randn(2000, generator=torch.Generator().manual_seed(rank)).bfloat16().cuda()
+    out = torch.empty(1000, dtype=torch.bfloat16, device="cuda")
+    reduce_scatter(out, x, dist.group.WORLD, dist.ReduceOp.SUM)
+    torch.manual_seed(0)
+    model = shard(nn.Sequential(nn.Linear(9, 21), nn.Tanh(), nn.Linear(21, 13)).cuda(), reduce_scatter)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(4, 9, device="cuda")).square().sum().backward()
+    return out.cpu(), [p.grad.full_tensor().cpu() for p in model.parameters()]
+
+
+@pytest.mark.multi_gpu
+@two_gpus
+def test_fsdp_on_gpus() -> None:
+    results = run_processes(_fsdp_on_gpu, 2, backend="nccl")
+    rows = [torch.randn(2000, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(2)]
+    expected = reference.ragged_sum(rows, [0, 0], 2000, scale=0.5, out_dtype=torch.bfloat16)
+    assert bits.equal(torch.cat([out for out, _ in results]), expected)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 21), nn.Tanh(), nn.Linear(21, 13)).cuda()
+    model(torch.ones(4, 9, device="cuda")).square().sum().backward()
+    for _, grads in results:
+        for grad, p in zip(grads, model.parameters()):
+            torch.testing.assert_close(grad, p.grad.cpu(), rtol=1e-5, atol=1e-5)
