@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "boxed.h"
+#include "row_table.h"
 
 // Weak: libtorch_cuda has it, a CPU-only torch does not. Null means there is no CUDA to launch on.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
@@ -33,24 +34,6 @@ DType dtype_of(const TensorView& tensor) {
     if (known == code) return dtype;
   }
   STD_TORCH_CHECK(false, "shardsum: dtype code ", code, " has no native kernel");
-}
-
-int64_t element_size(DType dtype) {
-  switch (dtype) {
-    case DType::kUInt8:
-    case DType::kInt8:
-    case DType::kBool:
-      return 1;
-    case DType::kFloat16:
-    case DType::kBFloat16:
-    case DType::kInt16:
-      return 2;
-    case DType::kFloat32:
-    case DType::kInt32:
-      return 4;
-    default:
-      return 8;
-  }
 }
 
 // The table of shardsum/numerics.py.

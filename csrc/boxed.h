@@ -7,27 +7,11 @@
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 
-#include "row_table.h"
+#include "table.h"
 
 namespace shardsum {
-
-// A fixed number of trivially copyable elements, uninitialised.
-template <class T, int64_t kInline = 64>
-class Table {
- public:
-  explicit Table(int64_t size) : size_(size), heap_(size > kInline ? new T[size] : nullptr) {}
-  T* data() { return heap_ ? heap_.get() : inline_; }
-  T& operator[](int64_t i) { return data()[i]; }
-  int64_t size() const { return size_; }
-
- private:
-  int64_t size_;
-  std::unique_ptr<T[]> heap_;
-  T inline_[kInline];
-};
 
 inline void check(AOTITorchError code, const char* what) {
   STD_TORCH_CHECK(code == TORCH_SUCCESS, "shardsum: ", what, " failed");

@@ -19,6 +19,26 @@ enum class DType : int32_t {
   kUInt8, kInt8, kInt16, kInt32, kInt64, kBool,       // accumulate in int64 (wraps)
 };
 
+inline int64_t element_size(DType dtype) {
+  switch (dtype) {
+    case DType::kUInt8:
+    case DType::kInt8:
+    case DType::kBool:
+      return 1;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+    case DType::kInt16:
+      return 2;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kFloat64:
+    case DType::kInt64:
+      break;
+  }
+  return 8;
+}
+
 struct Row {
   const void* data;  // address of element `begin`; any alignment that the dtype allows
   int64_t begin;     // flat elements

@@ -28,7 +28,7 @@ _NVCC_FLAGS = (
 )  # fmt: skip
 _LINK_FLAGS = ("-shared", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--as-needed")
 _CUDA_LINK_FLAGS = ("-lcudart_static", "-lpthread", "-ldl", "-lrt")
-# cpu/kernels.cpp is compiled once for each of these; cpu/sum.cpp picks one at run time.
+# cpu/kernels.cpp is compiled once for each of these; cpu/select.cpp picks one at run time.
 _ISA_FLAGS = {
     "baseline": (),
     "avx2": ("-mavx2", "-mf16c"),
@@ -170,11 +170,11 @@ class Recipe:
         record = f'-DSHARDSUM_BUILD="{self.source_hash}:{",".join(self.archs)}"'
         bindings = [*base, record, *(["-DSHARDSUM_WITH_CUDA"] if self.archs else [])]
         isas = _ISA_FLAGS if platform.machine() in ("x86_64", "AMD64") else {"baseline": ()}
-        kernels = self.sources / "cpu" / "kernels.cpp"
+        cpu = self.sources / "cpu"
         jobs = [
             ("bindings.o", self.sources / "bindings.cpp", bindings),
-            ("sum.o", self.sources / "cpu" / "sum.cpp", base),
-            *((f"kernels_{isa}.o", kernels, [*base, f"-DSHARDSUM_ISA={isa}", *f]) for isa, f in isas.items()),
+            *((f"{name}.o", cpu / f"{name}.cpp", base) for name in ("select", "sum_masked", "sum_rows")),
+            *((f"{isa}.o", cpu / "kernels.cpp", [*base, f"-DSHARDSUM_ISA={isa}", *f]) for isa, f in isas.items()),
         ]
         if self.archs:
             assert self.toolkit is not None

@@ -33,11 +33,13 @@ _status: Status | None = None
 
 @dataclass(frozen=True)
 class Status:
-    """Which path runs. ``backend`` is "native" or "torch"; ``reason`` says why, in one sentence."""
+    """Which path runs. ``backend`` is "native" or "torch"; ``cpu_isa`` the instruction set of the native CPU kernels
+    ("avx512", "avx2", "baseline", "" without them); ``reason`` says why, in one sentence."""
 
     backend: str
     library: Path | None
     has_cuda: bool
+    cpu_isa: str
     reason: str
 
 
@@ -87,7 +89,7 @@ def _load_once() -> None:
         if choice not in ("auto", "native", "torch"):
             raise ValueError(f"SHARDSUM_BACKEND: expected auto, native or torch, got {choice!r}")
         if choice == "torch":
-            _status = Status("torch", None, False, "SHARDSUM_BACKEND=torch")
+            _status = Status("torch", None, False, "", "SHARDSUM_BACKEND=torch")
             return
         try:
             _status = _load_library()
@@ -95,7 +97,7 @@ def _load_once() -> None:
             if choice == "native":
                 raise RuntimeError(f"SHARDSUM_BACKEND=native, but {error}") from error
             reason = str(error)
-            _status = Status("torch", None, False, reason)
+            _status = Status("torch", None, False, "", reason)
             warnings.warn(
                 f"shardsum runs in plain torch (the same bits, slower): {reason}",
                 RuntimeWarning,
@@ -106,8 +108,9 @@ def _load_once() -> None:
 def _load_library() -> Status:
     path, reason = _find()
     torch.ops.load_library(str(path))
-    has_cuda = bool(ctypes.CDLL(str(path)).shardsum_has_cuda())
-    return Status("native", path, has_cuda, reason)
+    library = ctypes.CDLL(str(path))
+    library.shardsum_cpu_isa.restype = ctypes.c_char_p
+    return Status("native", path, bool(library.shardsum_has_cuda()), library.shardsum_cpu_isa().decode(), reason)
 
 
 def _find() -> tuple[Path, str]:

@@ -7,131 +7,176 @@ namespace shardsum {
 namespace SHARDSUM_ISA {
 namespace {
 
-// The steps after the sum, for elements to which `count` rows contribute.
+constexpr int kTileVectors = 4;
+constexpr int kPrefetchBytes = 512;  // ahead in each row; more is no better, none costs 16-bit dtypes a tenth
+
+// Inputs of In, an output of Out, kLanes accumulators in a vector; and the steps after the sum.
 template <class In, class Out>
-struct Finisher {
-  using Acc = typename AccOf<In>::type;
+struct Sum {
+  using Acc = typename Element<In>::Acc;
   static constexpr int kLanes = kVectorBytes / int(sizeof(Acc));
   using V = Vec<Acc, kLanes>;
+  using InBits = Vec<typename Element<In>::Bits, kLanes>;
+  using OutBits = Vec<typename Element<Out>::Bits, kLanes>;
   static constexpr bool kFloating = Acc(0.5) != Acc(0);
 
-  explicit Finisher(const Finish& f) : finish(f), scale(static_cast<Acc>(f.scale)) {}
+  static V widened(InBits bits) { return Element<In>::template widened<Acc, kLanes>(bits); }
+  static V loaded(const In* p) { return widened(load<InBits>(p)); }
 
-  // count: of each lane; where it is 0 the sum is +0.0 already and is not divided.
-  V apply(V acc, V count, const Out* previous) const {
+  // count: the contributions of each lane; where it is 0 the sum is +0.0 and is not divided. previous: of out.
+  OutBits finished(V acc, V count, OutBits previous) const {
     if constexpr (kFloating) {
       if (finish.mean) acc = acc / (count == V{} ? V{} + Acc(1) : count);
-      if (finish.has_scale) acc = acc * scale;
+      if (finish.has_scale) acc = acc * Acc(finish.scale);
     }
-    if (finish.accumulate) acc = widened(previous) + acc;
-    return acc;
+    if (finish.accumulate) acc = Element<Out>::template widened<Acc, kLanes>(previous) + acc;
+    return Element<Out>::template rounded<Acc, kLanes>(acc);
   }
 
-  static V widened(const Out* p) {
-    if constexpr (sizeof(Out) == 4 && sizeof(Acc) == 8) {
-      return __builtin_convertvector(load_bytes<Vec<float, kLanes>>(p), V);
-    } else {
-      return Load<Out>::vector(p);
-    }
+  void finish_vector(Out* p, V acc, V count, bool streamed) const {
+    const OutBits bits = finished(acc, count, finish.accumulate ? load<OutBits>(p) : OutBits{});
+    streamed ? stream(p, bits) : store(p, bits);
   }
 
-  static void store(Out* p, V acc) {
-    const auto bits = rounded<kLanes>(acc, static_cast<Out*>(nullptr));
-    __builtin_memcpy(p, &bits, sizeof(bits));
+  void finish_some(Out* p, V acc, V count, int64_t some) const {
+    const OutBits previous = load_some<OutBits, sizeof(Out)>(p, some);
+    store_some<OutBits, sizeof(Out)>(p, finished(acc, count, previous), some);
   }
 
-  const Finish finish;
-  const Acc scale;
+  const Finish& finish;
 };
 
-// kVectors vectors of columns: the accumulators stay in registers while all rows go by, in their order.
-template <class In, class Out, int kVectors>
-inline void sum_tile(const In* const* rows, int64_t num_rows, int64_t at, Out* out, const Finisher<In, Out>& finisher) {
-  using F = Finisher<In, Out>;
-  typename F::V acc[kVectors] = {};
-  for (int64_t r = 0; r < num_rows; ++r) {
-    const In* row = rows[r] + at;
-#pragma GCC unroll 8
-    for (int k = 0; k < kVectors; ++k) acc[k] += Load<In>::vector(row + k * F::kLanes);
-  }
-  const typename F::V count = typename F::V{} + static_cast<typename F::Acc>(num_rows);
-#pragma GCC unroll 8
-  for (int k = 0; k < kVectors; ++k) {
-    Out* p = out + at + k * F::kLanes;
-    F::store(p, finisher.apply(acc[k], count, p));
-  }
-}
-
-// Fewer elements than one vector, through buffers of one.
+// The elements of a span: rows[r][at] for all r are added to out[at].
 template <class In, class Out>
-void sum_rest(const In* const* rows, int64_t num_rows, int64_t at, int64_t rest, Out* out,
-              const Finisher<In, Out>& finisher) {
-  using F = Finisher<In, Out>;
-  typename F::V acc{};
-  In in_buffer[F::kLanes] = {};
-  for (int64_t r = 0; r < num_rows; ++r) {
-    __builtin_memcpy(in_buffer, rows[r] + at, rest * sizeof(In));
-    acc += Load<In>::vector(in_buffer);
-  }
-  Out out_buffer[F::kLanes] = {};
-  __builtin_memcpy(out_buffer, out + at, rest * sizeof(Out));
-  const typename F::V count = typename F::V{} + static_cast<typename F::Acc>(num_rows);
-  F::store(out_buffer, finisher.apply(acc, count, out_buffer));
-  __builtin_memcpy(out + at, out_buffer, rest * sizeof(Out));
-}
+struct Span : Sum<In, Out> {
+  using S = Sum<In, Out>;
+  using V = typename S::V;
+  static constexpr int kLanes = S::kLanes, kTile = kTileVectors * kLanes;
 
-template <class In, class Out>
-void sum_span(const void* const* row_pointers, int64_t num_rows, void* out_pointer, int64_t count,
-              const Finish& finish) {
-  const In* const* rows = reinterpret_cast<const In* const*>(row_pointers);
-  Out* out = static_cast<Out*>(out_pointer);
-  const Finisher<In, Out> finisher(finish);
-  constexpr int kLanes = Finisher<In, Out>::kLanes;
-  int64_t at = 0;
-  for (; at + 4 * kLanes <= count; at += 4 * kLanes) sum_tile<In, Out, 4>(rows, num_rows, at, out, finisher);
-  for (; at + kLanes <= count; at += kLanes) sum_tile<In, Out, 1>(rows, num_rows, at, out, finisher);
-  if (at < count) sum_rest(rows, num_rows, at, count - at, out, finisher);
-}
+  V count() const { return V{} + typename S::Acc(num_rows); }
 
-// All ones in the lanes whose bit of `word` is set.
-template <class V, int kLanes>
-inline auto lanes_of(uint64_t word) {
-  Vec<uint64_t, kLanes> shift;
-  for (int k = 0; k < kLanes; ++k) shift[k] = k;
-  return ((Vec<uint64_t, kLanes>{} + word) >> shift & 1) != 0;
-}
-
-template <class In, class Out>
-void sum_masked(const void* data_pointer, int64_t row_stride, int64_t num_rows, const uint64_t* words,
-                void* out_pointer, int64_t count, const Finish& finish) {
-  using F = Finisher<In, Out>;
-  using Acc = typename F::Acc;
-  using Index = decltype(typename F::V{} != typename F::V{});
-  const In* data = static_cast<const In*>(data_pointer);
-  Out* out = static_cast<Out*>(out_pointer);
-  const F finisher(finish);
-  for (int64_t at = 0; at < count; at += F::kLanes) {
-    const int64_t rest = count - at < F::kLanes ? count - at : F::kLanes;
-    typename F::V acc{}, contributions{};
+  // kVectors vectors of columns: the accumulators stay in registers while all rows go by, in their order.
+  template <int kVectors, bool kPrefetch, bool kStream>
+  void sum_tile(int64_t at) const {
+    V acc[kVectors] = {};
     for (int64_t r = 0; r < num_rows; ++r) {
-      const uint64_t word = words[r] >> at;
-      In buffer[F::kLanes] = {};
-      __builtin_memcpy(buffer, data + r * row_stride + at, rest * sizeof(In));
-      Index mask;
-      for (int k = 0; k < F::kLanes; ++k) mask[k] = (word >> k & 1) ? -1 : 0;
-      acc = mask ? acc + Load<In>::vector(buffer) : acc;
-      contributions = mask ? contributions + Acc(1) : contributions;
+      const In* row = rows[r] + at;
+      if constexpr (kPrefetch) {
+        for (int line = 0; line < kVectors * kLanes * int(sizeof(In)); line += 64) {
+          __builtin_prefetch(reinterpret_cast<const char*>(row) + kPrefetchBytes + line);
+        }
+      }
+#pragma GCC unroll 8
+      for (int k = 0; k < kVectors; ++k) acc[k] += S::loaded(row + k * kLanes);
     }
-    Out out_buffer[F::kLanes] = {};
-    __builtin_memcpy(out_buffer, out + at, rest * sizeof(Out));
-    F::store(out_buffer, finisher.apply(acc, contributions, out_buffer));
-    __builtin_memcpy(out + at, out_buffer, rest * sizeof(Out));
+#pragma GCC unroll 8
+    for (int k = 0; k < kVectors; ++k) this->finish_vector(out + at + k * kLanes, acc[k], count(), kStream);
   }
+
+  void sum_some(int64_t at, int64_t some) const {
+    V acc{};
+    for (int64_t r = 0; r < num_rows; ++r) {
+      acc += S::widened(load_some<typename S::InBits, sizeof(In)>(rows[r] + at, some));
+    }
+    this->finish_some(out + at, acc, count(), some);
+  }
+
+  template <bool kStream>
+  void sum(int64_t at, int64_t end) const {
+    constexpr int64_t kAhead = kTile + kPrefetchBytes / int64_t(sizeof(In));  // prefetches stay inside the row
+    for (; at + kAhead <= end; at += kTile) sum_tile<kTileVectors, true, kStream>(at);
+    for (; at + kTile <= end; at += kTile) sum_tile<kTileVectors, false, kStream>(at);
+    for (; at + kLanes <= end; at += kLanes) sum_tile<1, false, kStream>(at);
+    if (at < end) sum_some(at, end - at);
+  }
+
+  const In* const* rows;
+  int64_t num_rows;
+  Out* out;
+};
+
+template <class In, class Out>
+void sum_span(const void* const* rows, int64_t num_rows, void* out, int64_t count, const Finish& finish, bool streamed) {
+  const Span<In, Out> span{{finish}, reinterpret_cast<const In* const*>(rows), num_rows, static_cast<Out*>(out)};
+  if (!streamed) return span.template sum<false>(0, count);
+  constexpr int64_t kBytes = sizeof(typename Sum<In, Out>::OutBits);
+  const int64_t misaligned = reinterpret_cast<uintptr_t>(out) % kBytes;
+  int64_t head = misaligned ? (kBytes - misaligned) / int64_t(sizeof(Out)) : 0;
+  if (head > count) head = count;
+  if (head > 0) span.sum_some(0, head);
+  span.template sum<true>(head, count);
+  end_streaming();
+}
+
+// Positions of width 1: lane by lane, a row's values are added where its bits are set.
+template <class In, class Out>
+struct Masked : Sum<In, Out> {
+  using S = Sum<In, Out>;
+  using V = typename S::V;
+  using Lanes = decltype(V{} != V{});
+  using Lane = decltype(Lanes{}[0] + 0);
+  static constexpr int kLanes = S::kLanes;
+
+  Lanes selected(int64_t r, int64_t at) const {
+    Lanes bit_of_lane{};
+    for (int k = 0; k < kLanes; ++k) bit_of_lane[k] = Lane(1) << k;
+    return ((Lanes{} + Lane(m.words[r] >> at)) & bit_of_lane) != 0;
+  }
+  const In* row(int64_t r) const { return static_cast<const In*>(m.data) + r * m.row_stride; }
+
+  template <int kVectors, bool kMean>
+  void sum_tile(int64_t at) const {
+    V acc[kVectors] = {}, count[kVectors] = {};
+    for (int64_t r = 0; r < m.num_rows; ++r) {
+#pragma GCC unroll 8
+      for (int k = 0; k < kVectors; ++k) {
+        const Lanes mask = selected(r, at + k * kLanes);
+        acc[k] = mask ? acc[k] + S::loaded(row(r) + at + k * kLanes) : acc[k];
+        if constexpr (kMean) count[k] = mask ? count[k] + 1 : count[k];
+      }
+    }
+#pragma GCC unroll 8
+    for (int k = 0; k < kVectors; ++k) this->finish_vector(out + at + k * kLanes, acc[k], count[k], false);
+  }
+
+  void sum_some(int64_t at, int64_t some) const {
+    V acc{}, count{};
+    for (int64_t r = 0; r < m.num_rows; ++r) {
+      const Lanes mask = selected(r, at);
+      acc = mask ? acc + S::widened(load_some<typename S::InBits, sizeof(In)>(row(r) + at, some)) : acc;
+      count = mask ? count + 1 : count;
+    }
+    this->finish_some(out + at, acc, count, some);
+  }
+
+  template <bool kMean>
+  void sum() const {
+    int64_t at = 0;
+    for (; at + kTileVectors * kLanes <= m.count; at += kTileVectors * kLanes) sum_tile<kTileVectors, kMean>(at);
+    for (; at + kLanes <= m.count; at += kLanes) sum_tile<1, kMean>(at);
+    if (at < m.count) sum_some(at, m.count - at);
+  }
+
+  const MaskedPositions& m;
+  Out* out;
+};
+
+template <class In, class Out>
+void sum_masked(const MaskedPositions& positions, void* out, const Finish& finish) {
+  const Masked<In, Out> masked{{finish}, positions, static_cast<Out*>(out)};
+  finish.mean ? masked.template sum<true>() : masked.template sum<false>();
+}
+
+uint64_t pack(const uint8_t* bytes, int64_t count) {
+  uint8_t block[64] = {};
+  if (count == 64) return nonzero_bytes(*reinterpret_cast<const uint8_t(*)[64]>(bytes));
+  __builtin_memcpy(block, bytes, count);
+  return nonzero_bytes(block);
 }
 
 template <class In, class Out>
 constexpr CpuKernels pair() {
-  return {&sum_span<In, Out>, &sum_masked<In, Out>};
+  return {&sum_span<In, Out>, &sum_masked<In, Out>, &pack};
 }
 
 template <class In>

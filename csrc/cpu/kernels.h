@@ -1,21 +1,30 @@
 // The inner kernels of the CPU path, compiled once for each instruction set (kernels.cpp) and chosen at run time.
 #pragma once
-#include <cstdint>
+#include <stdint.h>
 
 #include "../row_table.h"
 
 namespace shardsum {
 
 // `count` elements that the same rows cover: rows[k] points at the first of them in the k-th of these rows.
-using SpanKernel = void (*)(const void* const* rows, int64_t num_rows, void* out, int64_t count, const Finish& finish);
+// stream: the output is too large to be found in a cache later; write around the caches where the processor can.
+using SpanKernel = void (*)(const void* const* rows, int64_t num_rows, void* out, int64_t count, const Finish& finish,
+                            bool stream);
 
-// Up to 64 positions of width 1: bit i of words[r] says whether data[r * row_stride + i] contributes.
-using MaskedKernel = void (*)(const void* data, int64_t row_stride, int64_t num_rows, const uint64_t* words, void* out,
-                              int64_t count, const Finish& finish);
+// Up to 64 positions of width 1: bit i of words[r] says whether data[r * row_stride + i] contributes to position i.
+struct MaskedPositions {
+  const void* data;
+  int64_t row_stride;
+  int64_t num_rows;
+  const uint64_t* words;
+  int64_t count;
+};
+using MaskedKernel = void (*)(const MaskedPositions& positions, void* out, const Finish& finish);
 
 struct CpuKernels {
   SpanKernel span;
   MaskedKernel masked;
+  uint64_t (*pack)(const uint8_t* bytes, int64_t count);  // bit i: byte i, of at most 64, is not 0
 };
 
 namespace baseline {
@@ -29,5 +38,8 @@ namespace avx512 {
 CpuKernels kernels(DType in, DType out);
 }
 #endif
+
+// The best of these on this processor, or the one that the environment variable SHARDSUM_CPU_ISA names.
+CpuKernels select_kernels(DType in, DType out);
 
 }  // namespace shardsum

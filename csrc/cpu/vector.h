@@ -6,7 +6,7 @@
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
-#if defined(__AVX2__) || defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -20,13 +20,6 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
-struct Half {
-  uint16_t bits;
-};
-struct BFloat16 {
-  uint16_t bits;
-};
-
 template <class T, int kLanes>
 struct VectorOf {
   typedef T type __attribute__((vector_size(sizeof(T) * kLanes)));
@@ -34,41 +27,12 @@ struct VectorOf {
 template <class T, int kLanes>
 using Vec = typename VectorOf<T, kLanes>::type;
 
-// The accumulator of each input dtype (integers wrap, so they are added unsigned).
-template <class T>
-struct AccOf {
-  using type = uint64_t;
-};
-template <>
-struct AccOf<Half> {
-  using type = float;
-};
-template <>
-struct AccOf<BFloat16> {
-  using type = float;
-};
-template <>
-struct AccOf<float> {
-  using type = float;
-};
-template <>
-struct AccOf<double> {
-  using type = double;
-};
-
 template <class To, class From>
 inline To bits_of(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "");
   To to;
   __builtin_memcpy(&to, &from, sizeof(to));
   return to;
-}
-
-template <class V>
-inline V load_bytes(const void* p) {
-  V v;
-  __builtin_memcpy(&v, p, sizeof(v));
-  return v;
 }
 
 inline float half_to_float(uint16_t h) {
@@ -85,90 +49,195 @@ inline uint16_t float_to_half(float f) {
   const uint32_t u = bits_of<uint32_t>(f), magnitude = u & 0x7fffffff;
   const uint16_t sign = uint16_t(u >> 16 & 0x8000);
   if (magnitude > 0x7f800000) return sign | 0x7e00;
-  if (magnitude >= 0x47800000) return sign | 0x7c00;  // 65536 and more
-  if (magnitude < 0x38800000) {                       // below 2^-14: to the nearest multiple of 2^-24
-    const float shifted = bits_of<float>(magnitude) + 0.5f;  // the addition rounds to even at 2^-24
+  if (magnitude >= 0x47800000) return sign | 0x7c00;         // 65536 and more
+  if (magnitude < 0x38800000) {                              // below 2^-14: the nearest multiple of 2^-24,
+    const float shifted = bits_of<float>(magnitude) + 0.5f;  // which is the spacing of floats from 0.5 on
     return sign | uint16_t(bits_of<uint32_t>(shifted) - 0x3f000000);
   }
   const uint32_t rounded = magnitude + 0xfff + (magnitude >> 13 & 1);
-  return sign | uint16_t((rounded - 0x38000000) >> 13);  // a carry into the exponent gives 65520 -> infinity
+  return sign | uint16_t((rounded - 0x38000000) >> 13);  // a carry into the exponent takes 65520 to infinity
 }
 
-// Load<T>::vector(p): kVectorBytes / sizeof(accumulator) elements as accumulators. Any alignment.
+// Element<T>: the accumulator of inputs of T, the Bits that memory holds, and the conversions of whole vectors.
 template <class T>
-struct Load {  // integers, bool
-  static constexpr int kLanes = kVectorBytes / 8;
-  static Vec<uint64_t, kLanes> vector(const T* p) {
-    const auto wide = __builtin_convertvector(load_bytes<Vec<T, kLanes>>(p), Vec<int64_t, kLanes>);
-    return (Vec<uint64_t, kLanes>)wide;
+struct Element {  // integers and bool: added unsigned, so that they wrap
+  using Acc = uint64_t;
+  using Bits = T;
+  template <class, int kLanes>
+  static Vec<uint64_t, kLanes> widened(Vec<T, kLanes> v) {
+    return (Vec<uint64_t, kLanes>)__builtin_convertvector(v, Vec<int64_t, kLanes>);
+  }
+  template <class, int kLanes>
+  static Vec<T, kLanes> rounded(Vec<uint64_t, kLanes> v) {
+    return (Vec<T, kLanes>)v;
+  }
+};
+
+template <class T>
+struct Float {
+  using Acc = T;
+  using Bits = T;
+  template <class Wide, int kLanes>
+  static Vec<Wide, kLanes> widened(Vec<T, kLanes> v) {
+    return __builtin_convertvector(v, Vec<Wide, kLanes>);
+  }
+  template <class Wide, int kLanes>
+  static Vec<T, kLanes> rounded(Vec<Wide, kLanes> v) {
+    return __builtin_convertvector(v, Vec<T, kLanes>);
   }
 };
 template <>
-struct Load<double> {
-  static Vec<double, kVectorBytes / 8> vector(const double* p) { return load_bytes<Vec<double, kVectorBytes / 8>>(p); }
-};
+struct Element<float> : Float<float> {};
 template <>
-struct Load<float> {
-  static Vec<float, kVectorBytes / 4> vector(const float* p) { return load_bytes<Vec<float, kVectorBytes / 4>>(p); }
-};
-template <>
-struct Load<BFloat16> {
-  static constexpr int kLanes = kVectorBytes / 4;
-  static Vec<float, kLanes> vector(const BFloat16* p) {
-    const auto wide = __builtin_convertvector(load_bytes<Vec<uint16_t, kLanes>>(p), Vec<uint32_t, kLanes>);
-    return (Vec<float, kLanes>)(wide << 16);
-  }
-};
-template <>
-struct Load<Half> {
-  static constexpr int kLanes = kVectorBytes / 4;
-  static Vec<float, kLanes> vector(const Half* p) {
+struct Element<double> : Float<double> {};
+
+// GCC 12 takes two conversions of half a vector where these are one instruction.
+template <int kLanes>
+inline Vec<uint32_t, kLanes> zero_extended(Vec<uint16_t, kLanes> v) {
 #if defined(__AVX512F__)
-    return (Vec<float, kLanes>)_mm512_maskz_cvtph_ps(0xffff, load_bytes<__m256i>(p));
-#elif defined(__AVX2__)
-    return (Vec<float, kLanes>)_mm256_cvtph_ps(load_bytes<__m128i>(p));
+  return bits_of<Vec<uint32_t, kLanes>>(_mm512_maskz_cvtepu16_epi32(0xffff, bits_of<__m256i>(v)));
 #else
-    Vec<float, kLanes> v;
-    for (int k = 0; k < kLanes; ++k) v[k] = half_to_float(p[k].bits);
-    return v;
+  return __builtin_convertvector(v, Vec<uint32_t, kLanes>);
+#endif
+}
+template <int kLanes>
+inline Vec<uint16_t, kLanes> truncated(Vec<uint32_t, kLanes> v) {
+#if defined(__AVX512F__)
+  return bits_of<Vec<uint16_t, kLanes>>(_mm512_maskz_cvtepi32_epi16(0xffff, bits_of<__m512i>(v)));
+#else
+  return __builtin_convertvector(v, Vec<uint16_t, kLanes>);
+#endif
+}
+
+struct BFloat16 {
+  uint16_t bits;
+};
+template <>
+struct Element<BFloat16> {
+  using Acc = float;
+  using Bits = uint16_t;
+  template <class, int kLanes>
+  static Vec<float, kLanes> widened(Vec<uint16_t, kLanes> v) {
+    return (Vec<float, kLanes>)(zero_extended<kLanes>(v) << 16);
+  }
+  template <class, int kLanes>
+  static Vec<uint16_t, kLanes> rounded(Vec<float, kLanes> v) {
+    const auto u = (Vec<uint32_t, kLanes>)v;
+    const auto nearest_even = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+    const Vec<uint32_t, kLanes> nan = Vec<uint32_t, kLanes>{} + 0x7fc0;
+    return truncated<kLanes>(v != v ? nan : nearest_even);
+  }
+};
+
+struct Half {
+  uint16_t bits;
+};
+template <>
+struct Element<Half> {
+  using Acc = float;
+  using Bits = uint16_t;
+  template <class, int kLanes>
+  static Vec<float, kLanes> widened(Vec<uint16_t, kLanes> v) {
+#if defined(__AVX512F__)
+    return bits_of<Vec<float, kLanes>>(_mm512_maskz_cvtph_ps(0xffff, bits_of<__m256i>(v)));
+#elif defined(__AVX2__)
+    return bits_of<Vec<float, kLanes>>(_mm256_cvtph_ps(bits_of<__m128i>(v)));
+#else
+    Vec<float, kLanes> wide;
+    for (int k = 0; k < kLanes; ++k) wide[k] = half_to_float(v[k]);
+    return wide;
+#endif
+  }
+  template <class, int kLanes>
+  static Vec<uint16_t, kLanes> rounded(Vec<float, kLanes> v) {
+#if defined(__AVX512F__)
+    return bits_of<Vec<uint16_t, kLanes>>(_mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+    return bits_of<Vec<uint16_t, kLanes>>(_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+    Vec<uint16_t, kLanes> half;
+    for (int k = 0; k < kLanes; ++k) half[k] = float_to_half(v[k]);
+    return half;
 #endif
   }
 };
 
-// Rounded(v, T*): the accumulators rounded once to T, as a vector of T's bits.
-template <int kLanes>
-inline Vec<float, kLanes> rounded(Vec<float, kLanes> v, float*) {
+// A vector at any address.
+template <class V>
+inline V load(const void* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof(v));
   return v;
 }
-template <int kLanes>
-inline Vec<float, kLanes> rounded(Vec<double, kLanes> v, float*) {
-  return __builtin_convertvector(v, Vec<float, kLanes>);
+
+template <class V>
+inline void store(void* p, const V& v) {
+  __builtin_memcpy(p, &v, sizeof(v));
 }
-template <int kLanes>
-inline Vec<double, kLanes> rounded(Vec<double, kLanes> v, double*) {
-  return v;
-}
-template <int kLanes>
-inline Vec<uint64_t, kLanes> rounded(Vec<uint64_t, kLanes> v, int64_t*) {
-  return v;
-}
-template <int kLanes>
-inline Vec<uint16_t, kLanes> rounded(Vec<float, kLanes> v, BFloat16*) {
-  const auto u = (Vec<uint32_t, kLanes>)v;
-  const auto nearest_even = (u + 0x7fff + (u >> 16 & 1)) >> 16;
-  const Vec<uint32_t, kLanes> nan = Vec<uint32_t, kLanes>{} + 0x7fc0;
-  return __builtin_convertvector(v != v ? nan : nearest_even, Vec<uint16_t, kLanes>);
-}
-template <int kLanes>
-inline Vec<uint16_t, kLanes> rounded(Vec<float, kLanes> v, Half*) {
+
+// The first `count` lanes, fewer than all; the others are 0. kSize: bytes of a lane.
+template <class V, int kSize>
+inline V load_some(const void* p, int64_t count) {
 #if defined(__AVX512F__)
-  return bits_of<Vec<uint16_t, kLanes>>(_mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT));
+  const uint32_t lanes = (uint32_t(1) << count) - 1;
+  if constexpr (kSize == 8 && sizeof(V) == 64) return bits_of<V>(_mm512_maskz_loadu_epi64(lanes, p));
+  if constexpr (kSize == 4 && sizeof(V) == 64) return bits_of<V>(_mm512_maskz_loadu_epi32(lanes, p));
+  if constexpr (kSize == 4 && sizeof(V) == 32) return bits_of<V>(_mm256_maskz_loadu_epi32(lanes, p));
+  if constexpr (kSize == 2 && sizeof(V) == 32) return bits_of<V>(_mm256_maskz_loadu_epi16(lanes, p));
+#endif
+  V v{};
+  __builtin_memcpy(&v, p, count * kSize);
+  return v;
+}
+
+template <class V, int kSize>
+inline void store_some(void* p, const V& v, int64_t count) {
+#if defined(__AVX512F__)
+  const uint32_t lanes = (uint32_t(1) << count) - 1;
+  if constexpr (kSize == 8 && sizeof(V) == 64) return _mm512_mask_storeu_epi64(p, lanes, bits_of<__m512i>(v));
+  if constexpr (kSize == 4 && sizeof(V) == 64) return _mm512_mask_storeu_epi32(p, lanes, bits_of<__m512i>(v));
+  if constexpr (kSize == 4 && sizeof(V) == 32) return _mm256_mask_storeu_epi32(p, lanes, bits_of<__m256i>(v));
+  if constexpr (kSize == 2 && sizeof(V) == 32) return _mm256_mask_storeu_epi16(p, lanes, bits_of<__m256i>(v));
+#endif
+  __builtin_memcpy(p, &v, count * kSize);
+}
+
+// Past the caches where the processor can; p is aligned to the vector's size.
+template <class V>
+inline void stream(void* p, const V& v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(V) == 64) return _mm512_stream_si512(static_cast<__m512i*>(p), bits_of<__m512i>(v));
+#endif
+#if defined(__AVX2__)
+  if constexpr (sizeof(V) == 32) return _mm256_stream_si256(static_cast<__m256i*>(p), bits_of<__m256i>(v));
+  if constexpr (sizeof(V) == 16) return _mm_stream_si128(static_cast<__m128i*>(p), bits_of<__m128i>(v));
+#endif
+  store(p, v);
+}
+
+// Streamed stores come before any later store.
+inline void end_streaming() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
+// Bit i: whether byte i is not 0.
+inline uint64_t nonzero_bytes(const uint8_t (&bytes)[64]) {
+#if defined(__AVX512BW__)
+  const __m512i v = load<__m512i>(bytes);
+  return _mm512_test_epi8_mask(v, v);
 #elif defined(__AVX2__)
-  return bits_of<Vec<uint16_t, kLanes>>(_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+  uint64_t zeros = 0;
+  for (int i = 0; i < 2; ++i) {
+    const __m256i equal = _mm256_cmpeq_epi8(load<__m256i>(bytes + 32 * i), _mm256_setzero_si256());
+    zeros |= uint64_t(uint32_t(_mm256_movemask_epi8(equal))) << (32 * i);
+  }
+  return ~zeros;
 #else
-  Vec<uint16_t, kLanes> h;
-  for (int k = 0; k < kLanes; ++k) h[k] = float_to_half(v[k]);
-  return h;
+  uint64_t word = 0;
+  for (int i = 0; i < 64; ++i) word |= uint64_t(bytes[i] != 0) << i;
+  return word;
 #endif
 }
 

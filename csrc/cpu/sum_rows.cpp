@@ -1,0 +1,90 @@
+// Sums of rows: cut the flat output where the set of rows changes, give every thread the same number of bytes.
+#include <algorithm>
+
+#include "../table.h"
+#include "kernels.h"
+#include "tasks.h"
+
+namespace shardsum {
+namespace {
+
+// Elements [begin, end) have one set of rows; `work` bytes are moved before them.
+struct Span {
+  int64_t begin;
+  int64_t end;
+  int64_t bytes_per_element;
+  int64_t work;
+};
+
+// The spans in order, the last one empty and at the end: its `work` is the whole.
+class Spans {
+ public:
+  Spans(const SumArgs& args, const Row* rows) : table_(2 * args.num_rows + 2) {
+    Table<int64_t, 130> cuts(2 * args.num_rows + 2);
+    int64_t num_cuts = 0;
+    cuts[num_cuts++] = 0;
+    cuts[num_cuts++] = args.size * args.width;
+    for (int64_t r = 0; r < args.num_rows; ++r) {
+      if (rows[r].begin == rows[r].end) continue;
+      cuts[num_cuts++] = rows[r].begin;
+      cuts[num_cuts++] = rows[r].end;
+    }
+    std::sort(cuts.data(), cuts.data() + num_cuts);
+    num_cuts = std::unique(cuts.data(), cuts.data() + num_cuts) - cuts.data();
+    int64_t work = 0;
+    for (int64_t i = 0; i + 1 < num_cuts; ++i) {
+      int64_t bytes = element_size(args.out_dtype);
+      for (int64_t r = 0; r < args.num_rows; ++r) {
+        if (rows[r].begin <= cuts[i] && cuts[i] < rows[r].end) bytes += element_size(args.in_dtype);
+      }
+      table_[size_++] = {cuts[i], cuts[i + 1], bytes, work};
+      work += (cuts[i + 1] - cuts[i]) * bytes;
+    }
+    table_[size_++] = {cuts[num_cuts - 1], cuts[num_cuts - 1], 1, work};
+  }
+
+  const Span* begin() const { return table_.data(); }
+  const Span* end() const { return begin() + size_; }
+  const Span& last() const { return end()[-1]; }
+
+  // The element before which `work` bytes are moved; a multiple of 64, so that two threads share no cache line.
+  int64_t element_at(int64_t work) const {
+    const Span* after =
+        std::upper_bound(begin(), end(), work, [](int64_t value, const Span& span) { return value < span.work; });
+    const Span& span = after[-1];
+    return (span.begin + (work - span.work) / span.bytes_per_element) / 64 * 64;
+  }
+
+ private:
+  Table<Span, 130> table_;
+  int64_t size_ = 0;
+};
+
+}  // namespace
+
+void sum_rows_cpu(const SumArgs& args, const Row* rows) {
+  const CpuKernels kernels = select_kernels(args.in_dtype, args.out_dtype);
+  const Spans spans(args, rows);
+  const int64_t work = spans.last().work, elements = spans.last().end, tasks = num_tasks(work);
+  const int64_t in_bytes = element_size(args.in_dtype), out_bytes = element_size(args.out_dtype);
+  const bool stream = elements * out_bytes >= kStreamingBytes && !args.finish.accumulate;
+  run_tasks(tasks, [&](int64_t task) {
+    const int64_t first = spans.element_at(work / tasks * task);
+    const int64_t last = task + 1 == tasks ? elements : spans.element_at(work / tasks * (task + 1));
+    Table<const void*> active(args.num_rows);
+    for (const Span& span : spans) {
+      const int64_t begin = std::max(first, span.begin), end = std::min(last, span.end);
+      if (begin >= end) continue;
+      int64_t num_active = 0;
+      for (int64_t r = 0; r < args.num_rows; ++r) {
+        const Row& row = rows[r];
+        if (row.begin > begin || begin >= row.end) continue;
+        active[num_active++] = static_cast<const char*>(row.data) + (begin - row.begin) * in_bytes;
+      }
+      kernels.span(active.data(), num_active, static_cast<char*>(args.out) + begin * out_bytes, end - begin,
+                   args.finish, stream);
+    }
+  });
+}
+
+}  // namespace shardsum
