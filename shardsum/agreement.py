@@ -83,7 +83,7 @@ class Agreement:
         _instances[ranks] += 1
         prefix = f"shardsum/{'-'.join(map(str, ranks))}/{_instances[ranks]}"
         # A clone has a connection of its own: waiting here does not hold up other users of the store.
-        self._store = dist.PrefixStore(prefix, _get_default_store().clone())
+        self._store = dist.PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
         self._side = dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
 
     def begin(self) -> None:

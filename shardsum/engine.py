@@ -50,6 +50,9 @@ class Route:
         return max(*self.egress, *self.ingress)
 
 
+LOCAL_ROUTE = Route("local", False, 1, (0,), (0,), "one process: the shards are summed where they lie")
+
+
 class Job:
     """An exchange under way; the first transfers have started. ``result()`` completes it, once."""
 
@@ -94,9 +97,7 @@ class Engine:
         first = shards[0]
         trailing = first.shape[1:]
         route = self.route(plan, trailing.numel(), first.dtype, reduce, first.device.type)
-        self.last = route
-        if self.wire is not None:
-            self.wire.traffic.sent = self.wire.traffic.received = 0
+        self.begin(route)
         if route.two_shot:
             rows = self._rows_per_chunk(plan, route.chunks)
             buffer = first.new_empty((rows * route.chunks, *trailing), dtype=reduce.dtype)
@@ -104,6 +105,12 @@ class Engine:
             return Job(outs, self._two_shot(plan, shards, reduce, buffer, rows))
         outs = [first.new_empty((length(plan.sinks[q]), *trailing), dtype=reduce.dtype) for q in self._hosted(plan)]
         return Job(outs, self._one_shot(plan, shards, reduce, outs, route))
+
+    def begin(self, route: Route) -> None:
+        """Note the route of a new call and count its bytes from 0."""
+        self.last = route
+        if self.wire is not None:
+            self.wire.traffic.sent = self.wire.traffic.received = 0
 
     def _hosted(self, plan: ExchangePlan) -> list[int]:
         return plan.hosted_sinks(self.rank)
@@ -162,7 +169,7 @@ class Engine:
     def route(self, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce, device_type: str) -> Route:
         """The route of an exchange with ``width`` elements a position, from values that all processes share."""
         if self.world_size == 1:
-            return Route("local", False, 1, (0,), (0,), "one process: the shards are summed where they lie")
+            return LOCAL_ROUTE
         candidates = {name: self._predict(name, plan, width, dtype, reduce) for name in ("gather", "all_to_all")}
         if self.transport != "auto":
             return candidates[self.transport]
@@ -176,9 +183,8 @@ class Engine:
     def _predict(self, name: str, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce) -> Route:
         transport = TRANSPORTS[name]
         in_bytes, out_bytes = width * dtype.itemsize, width * reduce.dtype.itemsize
-        replicated = (
-            reduce.op != "copy" and len(set(plan.sinks)) == 1 and plan.sink_owners == tuple(range(self.world_size))
-        )
+        everywhere = len(set(plan.sinks)) == 1 and plan.sink_owners == tuple(range(self.world_size))
+        replicated = reduce.op != "copy" and everywhere and length(plan.sinks[0]) > 0
         reason = f'transport="{name}" was asked for'
         if not (name == "all_to_all" and replicated):
             egress = tuple(n * in_bytes for n in transport.egress(plan))

@@ -23,17 +23,17 @@ import torch
 from torch import Tensor
 
 from . import kernels, native, operators
-from .engine import Engine, Reduce
+from .engine import LOCAL_ROUTE, Engine, Reduce, Route
 from .layout import Interval
 from .numerics import accumulator_dtype
 from .operators import define, finish_gradient, readable
 from .reference import contributions
 
 if TYPE_CHECKING:
-    from .group import ShardGroup
+    from .calls import Runner
 
 #: Groups by name: an operator's schema carries no objects. Entries go with their groups.
-groups: WeakValueDictionary[str, ShardGroup] = WeakValueDictionary()
+groups: WeakValueDictionary[str, Runner] = WeakValueDictionary()
 
 
 def flatten(intervals: Sequence[Interval]) -> list[int]:
@@ -91,7 +91,7 @@ exchange = define(
 
 def _setup(ctx: Any, inputs: tuple, output: Any) -> None:
     shards, ctx.sources, ctx.sinks, ctx.kinds, ctx.op, ctx.scale, ctx.out_dtype, ctx.grad, ctx.group = inputs
-    ctx.dtype = shards[0].dtype
+    ctx.dtype, ctx.owner = shards[0].dtype, groups[ctx.group]  # the group lives until its last backward
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple:
@@ -104,7 +104,7 @@ def _identity_adjoint(ctx: Any, grad: Tensor) -> list[Tensor]:
     """The replicated result's cotangent is the same everywhere: each hosted shard takes its part, nothing travels."""
     begin = ctx.sinks[0]
     sources = [(b - begin, e - begin) for b, e in intervals(ctx.sources)]
-    hosted = [sources[v] for v in groups[ctx.group].virtual_ranks]
+    hosted = [sources[v] for v in ctx.owner.virtual_ranks]
     if ctx.op == "mean":
         grad = grad.to(accumulator_dtype(ctx.dtype))
         grad = finish_gradient(grad, coverage(grad, flatten(sources), grad.shape[0]), None, grad.dtype)
@@ -121,7 +121,7 @@ def _exchange_adjoint(ctx: Any, grads: list[Tensor]) -> list[Tensor]:
     rows = exchange(grads, ctx.sinks, ctx.sources, kinds, "sum", *fused, "adjoint", ctx.group)
     if not mean:
         return rows
-    owner = groups[ctx.group]
+    owner = ctx.owner
     held = intervals(ctx.sources)
     hosted = [held[r] for r in (owner.virtual_ranks if ctx.kinds[0] == "v" else [owner.rank])]
     counts = [coverage(row, [x - b for x in ctx.sources], e - b) for row, (b, e) in zip(rows, hosted)]
@@ -173,10 +173,13 @@ def gather_padded(engine: Engine, x: Tensor, lengths: Tensor) -> tuple[Tensor, T
     """
     native.load()
     if engine.wire is None:
+        engine.last = LOCAL_ROUTE
         return operators.row_contiguous(x), lengths.clone()
     counts = [engine.owners.count(p) for p in range(engine.world_size)]
     slots, row_bytes = max(counts), x[0].numel() * x.element_size()
     stride = -(-row_bytes // 16) * 16 + 16  # rows stay 16-byte aligned
+    sent = (slots * stride * (engine.world_size - 1),) * engine.world_size
+    engine.begin(Route("gather", False, 1, sent, sent, "lengths on the device travel with the padded rows"))
     mine = torch.zeros((slots, stride), dtype=torch.uint8, device=x.device)
     mine[: x.shape[0], :row_bytes] = x.contiguous().view(x.shape[0], -1).view(torch.uint8)
     mine[: x.shape[0], stride - 8 :].view(torch.int64)[:, 0] = lengths
@@ -249,13 +252,13 @@ exchange_padded = define(
 def _padded_setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     x, lengths, ctx.sinks, ctx.kinds, ctx.op, ctx.scale, _, ctx.grad, ctx.group = inputs
     ctx.save_for_backward(lengths.clone(), output[-1])
-    ctx.capacity, ctx.dtype, ctx.device = x.shape[1], x.dtype, x.device
+    ctx.capacity, ctx.dtype, ctx.device, ctx.owner = x.shape[1], x.dtype, x.device, groups[ctx.group]
 
 
 def _padded_backward(ctx: Any, grads: list[Tensor]) -> tuple:
     """Cotangents come to every source whole (its length is not known on the host), then the length selects."""
     lengths, all_lengths = ctx.saved_tensors
-    owner = groups[ctx.group]
+    owner = ctx.owner
     outs = [g.contiguous() for g in grads[:-1]]
     acc = accumulator_dtype(ctx.dtype)
     end = max(ctx.sinks[1::2])

@@ -24,12 +24,9 @@ that names it; the group cannot be used afterwards.
 
 from __future__ import annotations
 
-import itertools
 import os
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -37,63 +34,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import exchange as operators
-from .agreement import Agreement, Disagreement
-from .checks import check_size, overlap
-from .engine import Engine, Job, Reduce, Route
+from . import membership
+from .agreement import Agreement
+from .calls import Runner
+from .checks import check_size
+from .engine import Engine, Reduce
 from .layout import Interval, intervals_of, owners_of
+from .reports import Explanation, Stats
 from .requests import (
     Request,
     Shards,
     check_grad,
     check_intervals,
     check_lengths,
+    check_out,
     check_reduce,
     check_splits,
-    classify_lengths,
     describe_rows,
-    hosted_shards,
+    into,
     narrow,
 )
-from .transports import TRANSPORTS, Wire
+from .transports import Wire
 from .transports import costs as cost_tables
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_names = itertools.count()
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Bytes of the last collective.
-
-    Attributes:
-        route: the transport taken, and the bytes that every process sends and receives by its plan.
-        sent, received: bytes this process handed to and took from the backend.
-    """
-
-    route: Route
-    sent: int
-    received: int
-
-    @property
-    def total(self) -> int:
-        """Bytes on all wires together."""
-        return sum(self.route.egress)
-
-
-class Handle:
-    """A collective under way. ``wait()`` returns its result; on CUDA it only makes the current stream wait."""
-
-    def __init__(self, finish: Callable[[], Any]) -> None:
-        self._finish: Callable[[], Any] | None = finish
-        self._result: Any = None
-
-    def wait(self) -> Any:
-        if self._finish is not None:
-            self._result, self._finish = self._finish(), None
-        return self._result
 
 
 class ShardGroup:
@@ -134,34 +99,31 @@ class ShardGroup:
         timeout: float | timedelta | None = None,
         costs: str | os.PathLike[str] | Mapping[str, cost_tables.Costs] | None = None,
     ) -> None:
-        pg = _process_group(group)
+        pg = membership.process_group(group)
         self.group = pg
         self.rank, self.world_size = (0, 1) if pg is None else (dist.get_rank(pg), dist.get_world_size(pg))
-        self.device = _device(pg, device)
-        limit = _timeout(pg, timeout)
+        self.device = membership.device(pg, device)
+        limit = membership.timeout(pg, timeout)
         if check not in ("first", "always"):
             raise ValueError(f'check: expected "first" or "always", got {check!r}')
         self._agreement = Agreement(pg, check, limit)
         self._agreement.begin()
         try:
-            self.num_virtual_ranks = _num_virtual_ranks(num_virtual_ranks, self.world_size)
+            self.num_virtual_ranks = membership.num_virtual_ranks(num_virtual_ranks, self.world_size)
             self.owners = owners_of(self.num_virtual_ranks, self.world_size, placement)
-            _check_transport(transport, self.world_size)
+            membership.check_transport(transport, self.world_size)
             table = cost_tables.load(costs)
         except (ValueError, TypeError) as error:
             raise self._agreement.refuse("ShardGroup", error) from error
-        signature = {"num_virtual_ranks": self.num_virtual_ranks, "placement": list(self.owners)}
+        signature: dict[str, Any] = {"num_virtual_ranks": self.num_virtual_ranks, "placement": list(self.owners)}
         signature |= {"transport": transport, "check": check, "device": self.device.type, "costs": repr(table)}
-        _refuse_shared_gpu(self._agreement.agree("ShardGroup", signature, _gpu(self.device)))
-        #: The virtual ranks hosted by this process, increasing.
-        self.virtual_ranks = tuple(v for v, owner in enumerate(self.owners) if owner == self.rank)
+        membership.refuse_shared_gpu(self._agreement.agree("ShardGroup", signature, membership.gpu(self.device)))
         wire = Wire(pg, limit) if pg is not None and self.world_size > 1 else None
         self.engine = Engine(self.owners, self.rank, wire, transport, table)
-        self.name = f"group{next(_names)}"
-        self._stream: torch.cuda.Stream | None = None
+        self._runner = Runner(self.engine, self._agreement, self.device)
+        #: The virtual ranks hosted by this process, increasing.
+        self.virtual_ranks = self._runner.virtual_ranks
         self._generators: Any = None
-        self._agreed = False  # inside a call whose arguments were compared
-        operators.groups[self.name] = self
 
     def __repr__(self) -> str:
         return (
@@ -171,8 +133,7 @@ class ShardGroup:
 
     def positions(self, virtual_rank: int) -> tuple[int, int]:
         """Where a virtual rank lives: its process, and its index among that process's shards."""
-        owner = self.owners[virtual_rank]
-        return owner, self.owners[:virtual_rank].count(owner)
+        return self._runner.position(virtual_rank)
 
     # Collectives
 
@@ -198,17 +159,20 @@ class ShardGroup:
         """
 
         def build() -> Request:
-            hosted = self._hosted(shards)
-            reduce, _ = check_reduce(op, scale, hosted[0].dtype, out_dtype or _dtype(out)), check_grad(grad)
+            hosted = self._runner.hosted(shards)
+            reduce, _ = (
+                check_reduce(op, scale, hosted[0].dtype, out_dtype or getattr(out, "dtype", None)),
+                check_grad(grad),
+            )
             signature = {"size": size, "op": op, "scale": scale, "grad": grad, "out_dtype": str(reduce.dtype)}
-            request = self._with_lengths("all_reduce", hosted, lengths, size, signature)
-            end = self._end(request, size)
+            request = self._runner.with_lengths("all_reduce", hosted, lengths, size, signature)
+            end = self._runner.end(request, size)
             request.sinks, request.kinds = ((0, end),) * self.world_size, "vp"
-            request.reduce, request.grad = reduce, grad
-            _check_out(out, (end, *_trailing(request)), reduce.dtype, request)
+            request.reduce, request.grad = reduce, check_grad(grad)
+            check_out(out, (end, *request.trailing), reduce.dtype, request)
             return request
 
-        return self._collective("all_reduce", build, lengths, async_op, lambda outs: _into(outs[0], out))
+        return self._runner.collective("all_reduce", build, lengths, async_op, lambda outs: into(outs[0], out))
 
     def reduce_scatter(
         self,
@@ -232,17 +196,17 @@ class ShardGroup:
         """
 
         def build() -> Request:
-            hosted = self._hosted(shards)
+            hosted = self._runner.hosted(shards)
             reduce = check_reduce(op, scale, hosted[0].dtype, out_dtype)
-            signature = {"size": size, "op": op, "scale": scale, "out_dtype": str(reduce.dtype)}
+            signature: dict[str, Any] = {"size": size, "op": op, "scale": scale, "out_dtype": str(reduce.dtype)}
             signature["splits"] = None if splits is None else [int(n) for n in splits]
-            request = self._with_lengths("reduce_scatter", hosted, lengths, size, signature)
-            parts = check_splits(splits, self.num_virtual_ranks, self._end(request, size))
+            request = self._runner.with_lengths("reduce_scatter", hosted, lengths, size, signature)
+            parts = check_splits(splits, self.num_virtual_ranks, self._runner.end(request, size))
             request.sinks, request.kinds = tuple(intervals_of(parts)), "vv"
             request.reduce, request.grad = reduce, "sum"
             return request
 
-        return self._collective("reduce_scatter", build, lengths, async_op, self._same_form(shards))
+        return self._runner.collective("reduce_scatter", build, lengths, async_op, self._runner.same_form(shards))
 
     def all_gather(
         self,
@@ -262,9 +226,9 @@ class ShardGroup:
         """
 
         def build() -> Request:
-            hosted = self._hosted(shards)
+            hosted = self._runner.hosted(shards)
             signature = {"grad": check_grad(grad)}
-            request = self._with_lengths("all_gather", hosted, lengths, None, signature)
+            request = self._runner.with_lengths("all_gather", hosted, lengths, None, signature)
             if request.sources is None:
                 raise ValueError(
                     "lengths: a device tensor does not tell the host how long the result is; pass ints or None"
@@ -273,10 +237,10 @@ class ShardGroup:
             total = request.sources[-1][1]
             request.sinks, request.kinds = ((0, total),) * self.world_size, "vp"
             request.reduce, request.grad = Reduce("copy", None, hosted[0].dtype), grad
-            _check_out(out, (total, *_trailing(request)), hosted[0].dtype, request)
+            check_out(out, (total, *request.trailing), hosted[0].dtype, request)
             return request
 
-        return self._collective("all_gather", build, lengths, async_op, lambda outs: _into(outs[0], out))
+        return self._runner.collective("all_gather", build, lengths, async_op, lambda outs: into(outs[0], out))
 
     def exchange(
         self,
@@ -303,7 +267,7 @@ class ShardGroup:
         """
 
         def build() -> Request:
-            hosted = self._hosted(shards)
+            hosted = self._runner.hosted(shards)
             reduce = check_reduce(op, scale, hosted[0].dtype, out_dtype)
             end = check_size(size)
             sources = check_intervals("in_intervals", in_intervals, self.num_virtual_ranks, end)
@@ -315,7 +279,7 @@ class ShardGroup:
             rows = narrow(hosted, lengths, self.virtual_ranks)
             return Request("exchange", rows, sources, sinks, "vv", reduce, "sum", signature)
 
-        return self._collective("exchange", build, (), async_op, self._same_form(shards))
+        return self._runner.collective("exchange", build, (), async_op, self._runner.same_form(shards))
 
     def token_mean(self, loss_sum: Shards, num_valid: Shards, *, grad: str = "identity") -> tuple[Tensor, Tensor]:
         """The mean loss over all valid tokens of all virtual ranks, without synchronisation.
@@ -434,301 +398,3 @@ class ShardGroup:
         """Raise RuntimeError when the group has failed (a process died, or a call timed out)."""
         if self._agreement.failed is not None:
             raise RuntimeError(self._agreement.failed)
-
-    # How a call runs
-
-    def run(
-        self,
-        shards: Sequence[Tensor],
-        sources: Sequence[Interval],
-        sinks: Sequence[Interval],
-        kinds: str,
-        reduce: Reduce,
-    ) -> Job:
-        """Start an exchange of checked arguments (what the registered operators call)."""
-        plan = self.engine.plan(tuple(sources), tuple(sinks), kinds)
-        return self.engine.start(plan, [s.contiguous() for s in shards], reduce)
-
-    def _hosted(self, shards: Shards) -> list[Tensor]:
-        return hosted_shards(shards, self.virtual_ranks, None if self.world_size == 1 else self.device)
-
-    def _with_lengths(
-        self, name: str, hosted: list[Tensor], lengths: Any, size: int | None, signature: dict[str, Any]
-    ) -> Request:
-        """A request whose sources start at 0, from lengths of any form."""
-        form, values = classify_lengths(lengths, self.num_virtual_ranks, self.virtual_ranks)
-        signature |= {"lengths": form, **describe_rows(hosted)}
-        if size is not None:
-            check_size(size)
-        request = Request(name, hosted, None, (), "", Reduce("sum", None, hosted[0].dtype), "", signature)
-        if form == "device":
-            if size is None:
-                raise ValueError("size: required with lengths on the device (the host never reads them)")
-            if len({s.shape for s in hosted}) > 1:
-                raise ValueError(
-                    f"shards: device lengths need equally padded shards, got {[tuple(s.shape) for s in hosted]}"
-                )
-            signature["S_MAX"] = hosted[0].shape[0]
-            request.shards, request.device_lengths = [torch.stack(hosted)], values
-            return request
-        if form == "counted":
-            counts = [s.shape[0] for s in hosted]
-            if size is not None:
-                for v, n in zip(self.virtual_ranks, counts):
-                    if n > size:
-                        raise ValueError(f"lengths: virtual rank {v} has {n}, beyond size {size}")
-            values = self._count(name, signature, counts)
-        else:
-            check_lengths(values, hosted, self.virtual_ranks, size)
-            signature["lengths"] = values
-        request.shards = narrow(hosted, values, self.virtual_ranks)
-        request.sources = tuple((0, n) for n in values)
-        return request
-
-    @property
-    def _slots(self) -> int:
-        return max(self.owners.count(p) for p in range(self.world_size))
-
-    def _count(self, name: str, signature: dict[str, Any], counts: list[int]) -> list[int]:
-        """All R lengths from the hosted shards' row counts (form b): one small all_gather on the host."""
-        everyone = self._agreement.gather_lengths(name, signature, counts, self._slots)
-        return [everyone[owner][slot] for owner, slot in map(self.positions, range(self.num_virtual_ranks))]
-
-    @staticmethod
-    def _end(request: Request, size: int | None) -> int:
-        return size if size is not None else max(end for _, end in request.sources or ())
-
-    def _collective(
-        self,
-        name: str,
-        build: Callable[[], Request],
-        lengths: Any,
-        async_op: bool,
-        deliver: Callable[[list[Tensor]], Any],
-    ) -> Any:
-        if torch.compiler.is_compiling():
-            return deliver(self._apply(build()))
-        self._agreement.begin()
-        try:
-            request = build()
-            if async_op and request.needs_grad:
-                raise ValueError("async_op: not possible with shards that require grad")
-        except Disagreement:
-            raise
-        except (ValueError, TypeError) as error:
-            raise self._agreement.refuse(name, error, self._slots if lengths is None else 0) from error
-        if lengths is not None:  # counted lengths have agreed on the way
-            self._agreement.agree(name, request.signature)
-        self._agreed = True
-        try:
-            if async_op:
-                return self._begin(request, deliver)
-            return deliver(self._apply(request) if request.needs_grad else self._job(request).result())
-        except RuntimeError as error:
-            raise self._failure(name, error) from error
-        finally:
-            self._agreed = False
-
-    def agree_compiled(self, name: str, first: Tensor, reduce: Reduce, grad: str, bounds: list[Any]) -> None:
-        """Compare the arguments of an operator that compiled code calls (eager calls have done it)."""
-        if self._agreed:
-            return
-        self._agreement.begin()
-        signature = {"op": reduce.op, "scale": reduce.scale, "out_dtype": str(reduce.dtype), "grad": grad}
-        signature |= {"dtype": str(first.dtype), "trailing shape": list(first.shape[1:]), "bounds": bounds}
-        self._agreement.agree(name, signature)
-
-    def _failure(self, name: str, error: RuntimeError) -> RuntimeError:
-        """A transfer's error, with the names of who is missing; a lone process's errors are its own."""
-        return error if self.world_size == 1 else self._agreement.explain(name, error)
-
-    def _apply(self, request: Request) -> list[Tensor]:
-        """Run as a registered operator (with autograd, or while compiling)."""
-        reduce = request.reduce
-        tail = (request.kinds, reduce.op, reduce.scale, reduce.dtype, request.grad, self.name)
-        sinks = operators.flatten(request.sinks)
-        if request.sources is None:
-            return operators.exchange_padded(request.shards[0], request.device_lengths, sinks, *tail)[:-1]
-        return operators.exchange(request.shards, operators.flatten(request.sources), sinks, *tail)
-
-    def _job(self, request: Request) -> Any:
-        if request.sources is None:
-            return _Ready(lambda: self._apply(request))
-        return self.run(request.shards, request.sources, request.sinks, request.kinds, request.reduce)
-
-    def _begin(self, request: Request, deliver: Callable[[list[Tensor]], Any]) -> Handle:
-        """Start a call and return its handle. On CUDA everything runs on a stream of the group's own."""
-        tensors = [*request.shards, *([] if request.device_lengths is None else [request.device_lengths])]
-        if not tensors[0].is_cuda:
-            job = self._job(request)
-
-            def finish() -> Any:
-                try:
-                    return deliver(job.result())
-                except RuntimeError as error:
-                    raise self._failure(request.name, error) from error
-
-            return Handle(finish)
-        current = torch.cuda.current_stream(tensors[0].device)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(tensors[0].device)
-        stream = self._stream
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            outs = self._job(request).result()
-        for t in tensors:
-            t.record_stream(stream)
-        done = stream.record_event()
-
-        def join() -> Any:
-            waiting = torch.cuda.current_stream(tensors[0].device)
-            waiting.wait_event(done)
-            for t in outs:
-                t.record_stream(waiting)
-            return deliver(outs)
-
-        return Handle(join)
-
-    def _same_form(self, shards: Shards) -> Callable[[list[Tensor]], Any]:
-        single = isinstance(shards, Tensor) and len(self.virtual_ranks) == 1
-        return lambda outs: outs[0] if single else outs
-
-
-class _Ready:
-    """A job that runs when its result is asked for."""
-
-    def __init__(self, result: Callable[[], list[Tensor]]) -> None:
-        self.result = result
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a call would do; ``print`` it."""
-
-    collective: str
-    route: Route
-    virtual_ranks_per_process: float
-
-    def __str__(self) -> str:
-        r = self.route
-        shots = "two-shot" if r.two_shot else "one-shot"
-        return (
-            f"{self.collective} by {r.transport} ({shots}, {r.chunks} chunk{'s' * (r.chunks > 1)}): {r.reason}\n"
-            f"bytes: {sum(r.egress)} in total; busiest process sends {max(r.egress)}, receives {max(r.ingress)}\n"
-            f"each process hosts {self.virtual_ranks_per_process:g} virtual ranks and sends that many rows an element "
-            f"(nothing is summed before it travels: the order of additions is the ranks')"
-        )
-
-
-# Constructor details
-
-
-def _process_group(group: Any) -> dist.ProcessGroup | None:
-    if group is not None:
-        if hasattr(group, "get_group"):  # a DeviceMesh
-            if group.ndim != 1:
-                raise ValueError(f'group: a DeviceMesh of {group.ndim} dimensions; pass one dimension, as mesh["sp"]')
-            return group.get_group()
-        return group
-    if dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        raise RuntimeError(
-            f"WORLD_SIZE is {world}, but torch.distributed is not initialised: "
-            "call torch.distributed.init_process_group() before ShardGroup()"
-        )
-    return None
-
-
-def _device(pg: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        device = torch.device(device)
-    elif pg is not None and any(d.type == "cuda" for d in pg._device_types) and torch.cuda.is_available():
-        device = torch.device("cuda")
-    else:
-        device = torch.device("cpu")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _timeout(pg: dist.ProcessGroup | None, timeout: float | timedelta | None) -> timedelta:
-    if isinstance(timeout, timedelta):
-        return timeout
-    if timeout is not None:
-        if timeout <= 0:
-            raise ValueError(f"timeout: {timeout} s is not positive")
-        return timedelta(seconds=timeout)
-    if pg is not None:
-        for device in pg._device_types:
-            limit = getattr(getattr(pg._get_backend(device), "options", None), "_timeout", None)
-            if limit is not None:
-                return limit
-    return timedelta(minutes=10)
-
-
-def _num_virtual_ranks(value: int | None, world_size: int) -> int:
-    if value is None:
-        if world_size == 1:
-            raise ValueError("num_virtual_ranks: a lone process cannot guess R; pass it, for example ShardGroup(4)")
-        return world_size
-    value = check_size(value) if not isinstance(value, bool) else 0
-    if value < 1:
-        raise ValueError(f"num_virtual_ranks: {value} is less than 1")
-    return value
-
-
-def _check_transport(transport: str, world_size: int) -> None:
-    if transport not in ("auto", *TRANSPORTS):
-        raise ValueError(f"transport: expected one of {['auto', *TRANSPORTS]}, got {transport!r}")
-    if world_size > 1 and transport == "local":
-        raise ValueError(f'transport: "local" is for one process, the group has {world_size}')
-
-
-def _gpu(device: torch.device) -> list[str] | None:
-    """Host name and GPU, to notice two processes on one."""
-    if device.type != "cuda":
-        return None
-    return [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)]
-
-
-def _refuse_shared_gpu(gpus: list[Any]) -> None:
-    seen: dict[tuple[str, ...], int] = {}
-    for process, gpu in enumerate(gpus):
-        if gpu is None:
-            continue
-        other = seen.setdefault(tuple(gpu), process)
-        if other != process:
-            raise ValueError(
-                f"processes {other} and {process} use the same GPU {gpu[1]} of {gpu[0]}; NCCL refuses that. "
-                "Host several virtual ranks in one process instead: ShardGroup(num_virtual_ranks=R), one process a GPU"
-            )
-
-
-# Results
-
-
-def _trailing(request: Request) -> tuple[int, ...]:
-    return tuple(request.shards[0].shape[1 if request.sources is not None else 2 :])
-
-
-def _dtype(out: Tensor | None) -> torch.dtype | None:
-    return None if out is None else out.dtype
-
-
-def _check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, request: Request) -> None:
-    if out is None:
-        return
-    if tuple(out.shape) != shape or out.dtype != dtype:
-        raise ValueError(f"out: {out.dtype} {tuple(out.shape)}, but the result is {dtype} {shape}")
-    if out.device != request.shards[0].device:
-        raise ValueError(f"out: on {out.device}, but the shards are on {request.shards[0].device}")
-    if request.needs_grad or (torch.is_grad_enabled() and out.requires_grad):
-        raise ValueError("out: not possible where gradients are needed; use the returned tensor")
-    if any(overlap(out, s) for s in request.shards):
-        raise ValueError("out: shares memory with the shards")
-
-
-def _into(result: Tensor, out: Tensor | None) -> Tensor:
-    return result if out is None else out.copy_(result)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import as_ints, check_index_tensor, check_shards, check_size, describe
+from .checks import as_ints, check_index_tensor, check_shards, check_size, describe, overlap
 from .engine import Reduce
-from .layout import Interval
+from .layout import Interval, split_evenly
 from .numerics import check_op, resolve_out_dtype
 
 Shards = Tensor | Sequence[Tensor]
@@ -37,6 +37,11 @@ class Request:
     @property
     def needs_grad(self) -> bool:
         return torch.is_grad_enabled() and any(s.requires_grad for s in self.shards)
+
+    @property
+    def trailing(self) -> tuple[int, ...]:
+        """``F``."""
+        return tuple(self.shards[0].shape[1 if self.sources is not None else 2 :])
 
 
 def hosted_shards(shards: Shards, hosted: Sequence[int], device: torch.device | None) -> list[Tensor]:
@@ -128,8 +133,6 @@ def check_intervals(name: str, intervals: Any, count: int, size: int) -> tuple[I
 
 def check_splits(splits: Sequence[int] | None, count: int, size: int) -> list[int]:
     """How ``size`` positions are divided over the virtual ranks."""
-    from .layout import split_evenly
-
     if splits is None:
         return split_evenly(check_size(size), count)
     checked = as_ints("splits", splits, count)
@@ -144,3 +147,22 @@ def check_splits(splits: Sequence[int] | None, count: int, size: int) -> list[in
 def narrow(shards: Sequence[Tensor], lengths: Sequence[int], hosted: Sequence[int]) -> list[Tensor]:
     """The valid rows of each hosted shard."""
     return [s if s.shape[0] == lengths[r] else s[: lengths[r]] for r, s in zip(hosted, shards)]
+
+
+def check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, request: Request) -> None:
+    """Raise ValueError unless ``out`` can receive a result of this shape and dtype."""
+    if out is None:
+        return
+    if tuple(out.shape) != shape or out.dtype != dtype:
+        raise ValueError(f"out: {out.dtype} {tuple(out.shape)}, but the result is {dtype} {shape}")
+    if out.device != request.shards[0].device:
+        raise ValueError(f"out: on {out.device}, but the shards are on {request.shards[0].device}")
+    if request.needs_grad or (torch.is_grad_enabled() and out.requires_grad):
+        raise ValueError("out: not possible where gradients are needed; use the returned tensor")
+    if any(overlap(out, s) for s in request.shards):
+        raise ValueError("out: shares memory with the shards")
+
+
+def into(result: Tensor, out: Tensor | None) -> Tensor:
+    """``out`` with the result's values, or the result itself."""
+    return result if out is None else out.copy_(result)

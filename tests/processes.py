@@ -40,9 +40,16 @@ def _child(
 
 
 def run_processes(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, backend: str = "gloo"
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60,
+    backend: str = "gloo",
+    may_die: tuple[int, ...] = (),
 ) -> list[Any]:
-    """``[fn(rank, world_size, *args) for every rank]``, each in its own process. With "nccl", return CPU tensors.
+    """``[fn(rank, world_size, *args) for every rank]``, each in its own process; None for those that ``may_die``.
+
+    With "nccl", return CPU tensors.
 
     Raises:
         AssertionError: a process raised or died; the message holds every traceback.
@@ -64,7 +71,10 @@ def run_processes(
             f"process {rank} (exit {process.exitcode}{', killed after the limit' if rank in stuck else ''}):\n"
             + (torch.load(f"{folder}/error-{rank}") if os.path.exists(f"{folder}/error-{rank}") else "no traceback")
             for rank, process in enumerate(context.processes)
-            if process.exitcode != 0
+            if process.exitcode != 0 and rank not in may_die
         ]
         assert not errors, "\n".join(errors)
-        return [torch.load(f"{folder}/result-{rank}", weights_only=False) for rank in range(world_size)]
+        return [
+            None if rank in may_die else torch.load(f"{folder}/result-{rank}", weights_only=False)
+            for rank in range(world_size)
+        ]

@@ -4,39 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from values import B0_LENGTHS, B0_SUM, FLOATS, INTEGERS, assert_same, b0, random_values
 
 import shardsum
 from shardsum import bits, operators, reference
 from shardsum.numerics import resolve_out_dtype
-
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.uint32]
-
-
-def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert bits.equal(actual, expected), bits.first_difference(actual, expected)
-
-
-def b0(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.tensor([[10 * (r + 1) + j for j in range(6)] for r in range(4)], dtype=dtype)
-
-
-B0_LENGTHS, B0_SUM = [3, 6, 0, 1], [70, 32, 34, 23, 24, 25]
-
-
-def random_values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Values whose sum depends on order and precision: wide exponents, zeros of both signs, NaN and infinities."""
-    g = torch.Generator().manual_seed(seed)
-    if not dtype.is_floating_point:
-        info = torch.iinfo(torch.int64 if dtype == torch.bool else dtype)
-        low, high = max(info.min, -(2**62)), min(info.max, 2**62)
-        return torch.randint(low, high, shape, generator=g).to(dtype)
-    x = torch.randn(shape, generator=g, dtype=torch.float64) * 2.0 ** torch.randint(-12, 13, shape, generator=g)
-    special = torch.tensor([-0.0, 0.0, float("nan"), float("inf"), -float("inf"), 1e-41, 60000.0], dtype=torch.float64)
-    pick = torch.randint(0, 40, shape, generator=g)
-    return torch.where(pick < 7, special[pick.clamp(max=6)], x).to(dtype)
 
 
 @st.composite

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
 #: ``(out, input, group=, async_op=)``; torch 2.13 renamed it.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

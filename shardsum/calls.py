@@ -1,0 +1,237 @@
+"""How a collective call runs on one process: check, compare with the others, transfer, reduce, deliver.
+
+:class:`Runner` is what the registered operators find by a group's name; :class:`shardsum.ShardGroup` is its face.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import exchange as operators
+from .agreement import Agreement, Disagreement
+from .checks import check_size
+from .engine import Engine, Job, Reduce
+from .layout import Interval
+from .requests import (
+    Request,
+    Shards,
+    check_lengths,
+    classify_lengths,
+    describe_rows,
+    hosted_shards,
+    narrow,
+)
+
+_names = itertools.count()
+
+
+class Handle:
+    """A collective under way. ``wait()`` returns its result; on CUDA it only makes the current stream wait."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+        return self._result
+
+
+class Runner:
+    """The calls of one group on this process.
+
+    Args:
+        engine: executes exchanges; knows the owners of the virtual ranks.
+        agreement: the side channel.
+        device: where shards live when there are several processes.
+
+    Attributes:
+        name: what the registered operators know the group by (local to this process).
+        virtual_ranks: hosted here, increasing.
+    """
+
+    def __init__(self, engine: Engine, agreement: Agreement, device: torch.device) -> None:
+        self.engine, self.agreement, self.device = engine, agreement, device
+        self.rank, self.world_size = engine.rank, engine.world_size
+        self.owners, self.num_virtual_ranks = engine.owners, len(engine.owners)
+        self.virtual_ranks = tuple(v for v, owner in enumerate(self.owners) if owner == self.rank)
+        self.name = f"group{next(_names)}"
+        self._stream: torch.cuda.Stream | None = None
+        self._agreed = False  # inside a call whose arguments were compared
+        operators.groups[self.name] = self
+
+    def position(self, virtual_rank: int) -> tuple[int, int]:
+        """A virtual rank's process, and its index among that process's shards."""
+        owner = self.owners[virtual_rank]
+        return owner, self.owners[:virtual_rank].count(owner)
+
+    def run(
+        self,
+        shards: Sequence[Tensor],
+        sources: Sequence[Interval],
+        sinks: Sequence[Interval],
+        kinds: str,
+        reduce: Reduce,
+    ) -> Job:
+        """Start an exchange of checked arguments (what the registered operators call)."""
+        plan = self.engine.plan(tuple(sources), tuple(sinks), kinds)
+        return self.engine.start(plan, [s.contiguous() for s in shards], reduce)
+
+    def hosted(self, shards: Shards) -> list[Tensor]:
+        return hosted_shards(shards, self.virtual_ranks, None if self.world_size == 1 else self.device)
+
+    def with_lengths(
+        self, name: str, hosted: list[Tensor], lengths: Any, size: int | None, signature: dict[str, Any]
+    ) -> Request:
+        """A request whose sources start at 0, from lengths of any form."""
+        form, values = classify_lengths(lengths, self.num_virtual_ranks, self.virtual_ranks)
+        signature |= {"lengths": form, **describe_rows(hosted)}
+        if size is not None:
+            check_size(size)
+        request = Request(name, hosted, None, (), "", Reduce("sum", None, hosted[0].dtype), "", signature)
+        if form == "device":
+            if size is None:
+                raise ValueError("size: required with lengths on the device (the host never reads them)")
+            if self.world_size > 1 and self.engine.transport == "all_to_all":
+                raise ValueError('lengths: transport "all_to_all" cannot take device lengths; use "gather" or ints')
+            if len({s.shape for s in hosted}) > 1:
+                raise ValueError(
+                    f"shards: device lengths need equally padded shards, got {[tuple(s.shape) for s in hosted]}"
+                )
+            signature["S_MAX"] = hosted[0].shape[0]
+            request.shards, request.device_lengths = [torch.stack(hosted)], values
+            return request
+        if form == "counted":
+            counts = [s.shape[0] for s in hosted]
+            if size is not None:
+                for v, n in zip(self.virtual_ranks, counts):
+                    if n > size:
+                        raise ValueError(f"lengths: virtual rank {v} has {n}, beyond size {size}")
+            values = self._count(name, signature, counts)
+        else:
+            check_lengths(values, hosted, self.virtual_ranks, size)
+            signature["lengths"] = values
+        request.shards = narrow(hosted, values, self.virtual_ranks)
+        request.sources = tuple((0, n) for n in values)
+        return request
+
+    @property
+    def _slots(self) -> int:
+        return max(self.owners.count(p) for p in range(self.world_size))
+
+    def _count(self, name: str, signature: dict[str, Any], counts: list[int]) -> list[int]:
+        """All R lengths from the hosted shards' row counts (form b): one small all_gather on the host."""
+        everyone = self.agreement.gather_lengths(name, signature, counts, self._slots)
+        return [everyone[owner][slot] for owner, slot in map(self.position, range(self.num_virtual_ranks))]
+
+    @staticmethod
+    def end(request: Request, size: int | None) -> int:
+        return size if size is not None else max(end for _, end in request.sources or ())
+
+    def collective(
+        self,
+        name: str,
+        build: Callable[[], Request],
+        lengths: Any,
+        async_op: bool,
+        deliver: Callable[[list[Tensor]], Any],
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            return deliver(self._apply(build()))
+        self.agreement.begin()
+        try:
+            request = build()
+            if async_op and request.needs_grad:
+                raise ValueError("async_op: not possible with shards that require grad")
+        except Disagreement:
+            raise
+        except (ValueError, TypeError) as error:
+            raise self.agreement.refuse(name, error, self._slots if lengths is None else 0) from error
+        if lengths is not None:  # counted lengths have agreed on the way
+            self.agreement.agree(name, request.signature)
+        self._agreed = True
+        try:
+            if async_op:
+                return self._begin(request, deliver)
+            return deliver(self._apply(request) if request.needs_grad else self._job(request).result())
+        except RuntimeError as error:
+            raise self._failure(name, error) from error
+        finally:
+            self._agreed = False
+
+    def agree_compiled(self, name: str, first: Tensor, reduce: Reduce, grad: str, bounds: list[Any]) -> None:
+        """Compare the arguments of an operator that compiled code calls (eager calls have done it)."""
+        if self._agreed:
+            return
+        self.agreement.begin()
+        signature: dict[str, Any] = {"op": reduce.op, "scale": reduce.scale, "out_dtype": str(reduce.dtype)}
+        signature |= {"grad": grad, "bounds": bounds, **describe_rows([first])}
+        self.agreement.agree(name, signature)
+
+    def _failure(self, name: str, error: RuntimeError) -> RuntimeError:
+        """A transfer's error, with the names of who is missing; a lone process's errors are its own."""
+        return error if self.world_size == 1 else self.agreement.explain(name, error)
+
+    def _apply(self, request: Request) -> list[Tensor]:
+        """Run as a registered operator (with autograd, or while compiling)."""
+        reduce = request.reduce
+        tail = (request.kinds, reduce.op, reduce.scale, reduce.dtype, request.grad, self.name)
+        sinks = operators.flatten(request.sinks)
+        if request.sources is None:
+            return operators.exchange_padded(request.shards[0], request.device_lengths, sinks, *tail)[:-1]
+        return operators.exchange(request.shards, operators.flatten(request.sources), sinks, *tail)
+
+    def _job(self, request: Request) -> Any:
+        if request.sources is None:
+            return _Ready(lambda: self._apply(request))
+        return self.run(request.shards, request.sources, request.sinks, request.kinds, request.reduce)
+
+    def _begin(self, request: Request, deliver: Callable[[list[Tensor]], Any]) -> Handle:
+        """Start a call and return its handle. On CUDA everything runs on a stream of the group's own."""
+        tensors = [*request.shards, *([] if request.device_lengths is None else [request.device_lengths])]
+        if not tensors[0].is_cuda:
+            job = self._job(request)
+
+            def finish() -> Any:
+                try:
+                    return deliver(job.result())
+                except RuntimeError as error:
+                    raise self._failure(request.name, error) from error
+
+            return Handle(finish)
+        current = torch.cuda.current_stream(tensors[0].device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensors[0].device)
+        stream = self._stream
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            outs = self._job(request).result()
+        for t in tensors:
+            t.record_stream(stream)
+        done = stream.record_event()
+
+        def join() -> Any:
+            waiting = torch.cuda.current_stream(tensors[0].device)
+            waiting.wait_event(done)
+            for t in outs:
+                t.record_stream(waiting)
+            return deliver(outs)
+
+        return Handle(join)
+
+    def same_form(self, shards: Shards) -> Callable[[list[Tensor]], Any]:
+        single = isinstance(shards, Tensor) and len(self.virtual_ranks) == 1
+        return lambda outs: outs[0] if single else outs
+
+
+class _Ready:
+    """A job that runs when its result is asked for."""
+
+    def __init__(self, result: Callable[[], list[Tensor]]) -> None:
+        self.result = result

@@ -1,0 +1,99 @@
+"""What a ShardGroup is made of: its process group, device, timeout, and what may not be combined."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .checks import check_size
+from .transports import TRANSPORTS
+
+
+def process_group(group: Any) -> dist.ProcessGroup | None:
+    if group is not None:
+        if hasattr(group, "get_group"):  # a DeviceMesh
+            if group.ndim != 1:
+                raise ValueError(f'group: a DeviceMesh of {group.ndim} dimensions; pass one dimension, as mesh["sp"]')
+            group = group.get_group()
+        if dist.get_rank(group) < 0:
+            raise ValueError("group: this process is not a member; construct the ShardGroup on its members only")
+        return group
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise RuntimeError(
+            f"WORLD_SIZE is {world}, but torch.distributed is not initialised: "
+            "call torch.distributed.init_process_group() before ShardGroup()"
+        )
+    return None
+
+
+def device(pg: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        device = torch.device(device)
+    elif pg is not None and any(d.type == "cuda" for d in pg._device_types) and torch.cuda.is_available():
+        device = torch.device("cuda")
+    else:
+        device = torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def timeout(pg: dist.ProcessGroup | None, timeout: float | timedelta | None) -> timedelta:
+    if isinstance(timeout, timedelta):
+        return timeout
+    if timeout is not None:
+        if timeout <= 0:
+            raise ValueError(f"timeout: {timeout} s is not positive")
+        return timedelta(seconds=timeout)
+    if pg is not None:
+        for device in pg._device_types:
+            limit = getattr(getattr(pg._get_backend(device), "options", None), "_timeout", None)
+            if limit is not None:
+                return limit
+    return timedelta(minutes=10)
+
+
+def num_virtual_ranks(value: int | None, world_size: int) -> int:
+    if value is None:
+        if world_size == 1:
+            raise ValueError("num_virtual_ranks: a lone process cannot guess R; pass it, for example ShardGroup(4)")
+        return world_size
+    value = check_size(value) if not isinstance(value, bool) else 0
+    if value < 1:
+        raise ValueError(f"num_virtual_ranks: {value} is less than 1")
+    return value
+
+
+def check_transport(transport: str, world_size: int) -> None:
+    if transport not in ("auto", *TRANSPORTS):
+        raise ValueError(f"transport: expected one of {['auto', *TRANSPORTS]}, got {transport!r}")
+    if world_size > 1 and transport == "local":
+        raise ValueError(f'transport: "local" is for one process, the group has {world_size}')
+
+
+def gpu(device: torch.device) -> list[str] | None:
+    """Host name and GPU, to notice two processes on one."""
+    if device.type != "cuda":
+        return None
+    return [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)]
+
+
+def refuse_shared_gpu(gpus: list[Any]) -> None:
+    seen: dict[tuple[str, ...], int] = {}
+    for process, gpu in enumerate(gpus):
+        if gpu is None:
+            continue
+        other = seen.setdefault(tuple(gpu), process)
+        if other != process:
+            raise ValueError(
+                f"processes {other} and {process} use the same GPU {gpu[1]} of {gpu[0]}; NCCL refuses that. "
+                "Host several virtual ranks in one process instead: ShardGroup(num_virtual_ranks=R), one process a GPU"
+            )

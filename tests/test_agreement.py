@@ -1,0 +1,183 @@
+"""Processes that disagree, pass bad input, die or stay away: the same named error everywhere, never a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from processes import run_processes
+from values import B0_LENGTHS, B0_SUM, b0
+
+from shardsum import ShardGroup
+
+
+def ones(
+    group: ShardGroup, rows: int = 2, dtype: torch.dtype = torch.float32, trailing: tuple = ()
+) -> list[torch.Tensor]:
+    return [torch.ones((rows, *trailing), dtype=dtype) for _ in group.virtual_ranks]
+
+
+#: What process 2 of 3 does differently, and what all must then read.
+DISAGREEMENTS: dict[str, tuple[Callable, Callable, str]] = {
+    "size": (
+        lambda g: g.all_reduce(ones(g), [2] * 4, size=4),
+        lambda g: g.all_reduce(ones(g), [2] * 4, size=6),
+        "all_reduce: size differs: process 0 has 4, process 2 has 6",
+    ),
+    "dtype": (
+        lambda g: g.all_reduce(ones(g), [2] * 4),
+        lambda g: g.all_reduce(ones(g, dtype=torch.bfloat16), [2] * 4),
+        "has torch.float32, process 2 has torch.bfloat16",
+    ),
+    "trailing shape": (
+        lambda g: g.reduce_scatter(ones(g, trailing=(3,)), [2] * 4),
+        lambda g: g.reduce_scatter(ones(g, trailing=(5,)), [2] * 4),
+        "reduce_scatter: trailing shape differs: process 0 has [3], process 2 has [5]",
+    ),
+    "op": (
+        lambda g: g.all_reduce(ones(g), [2] * 4, op="sum"),
+        lambda g: g.all_reduce(ones(g), [2] * 4, op="mean"),
+        "all_reduce: op differs: process 0 has sum, process 2 has mean",
+    ),
+    "lengths": (
+        lambda g: g.all_reduce(ones(g), [2, 2, 2, 1]),
+        lambda g: g.all_reduce(ones(g), [2, 2, 2, 2]),
+        "all_reduce: lengths differs: process 0 has [2, 2, 2, 1], process 2 has [2, 2, 2, 2]",
+    ),
+    "collective": (
+        lambda g: g.all_reduce(ones(g), [2] * 4),
+        lambda g: g.all_gather(ones(g), [2] * 4),
+        "process 0 calls all_reduce, process 2 calls all_gather",
+    ),
+    "counted dtype": (
+        lambda g: g.all_reduce(ones(g)),
+        lambda g: g.all_reduce(ones(g, dtype=torch.float64)),
+        "has torch.float32, process 2 has torch.float64",
+    ),
+    "form of lengths": (
+        lambda g: g.all_reduce(ones(g)),
+        lambda g: g.all_reduce(ones(g), [2] * 4),
+        "lengths",
+    ),
+    "a length too long": (
+        lambda g: g.all_reduce(ones(g), [2] * 4),
+        lambda g: g.all_reduce(ones(g, rows=1), [2] * 4),
+        "all_reduce: process 2: lengths: virtual rank 3 has 2, but its shard holds 1 rows",
+    ),
+    "a counted length too long": (
+        lambda g: g.all_reduce(ones(g), size=2),
+        lambda g: g.all_reduce(ones(g, rows=3), size=2),
+        "all_reduce: process 2: lengths: virtual rank 3 has 3, beyond size 2",
+    ),
+    "not a tensor": (
+        lambda g: g.all_reduce(ones(g), [2] * 4),
+        lambda g: g.all_reduce([None] * len(g.virtual_ranks), [2] * 4),
+        "process 2: shards: virtual rank 3 is None",
+    ),
+}
+
+
+def disagree(rank: int, world_size: int, name: str, check: str, cached: bool) -> str:
+    usual, odd, _ = DISAGREEMENTS[name]
+    group = ShardGroup(4, check=check, timeout=8)
+    if cached:
+        usual(group)
+    started = time.monotonic()
+    with pytest.raises(ValueError) as caught:
+        (odd if rank == 2 else usual)(group)
+    assert time.monotonic() - started < 6, "an answer long before the timeout"
+    fresh = ShardGroup(4)
+    x = b0()
+    assert fresh.all_reduce([x[v] for v in fresh.virtual_ranks], B0_LENGTHS).tolist() == B0_SUM
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_the_same_error_on_every_process(name: str) -> None:
+    messages = run_processes(disagree, 3, name, "first", False)
+    assert len(set(messages)) == 1 and DISAGREEMENTS[name][2] in messages[0], messages
+
+
+@pytest.mark.parametrize("name", ["size", "lengths", "a length too long"])
+def test_check_always_catches_it_on_a_cached_signature(name: str) -> None:
+    messages = run_processes(disagree, 3, name, "always", True)
+    assert len(set(messages)) == 1 and DISAGREEMENTS[name][2] in messages[0], messages
+
+
+@pytest.mark.parametrize("name", ["counted dtype", "a counted length too long"])
+def test_counted_lengths_catch_it_on_every_call(name: str) -> None:
+    messages = run_processes(disagree, 3, name, "first", True)
+    assert len(set(messages)) == 1 and DISAGREEMENTS[name][2] in messages[0], messages
+
+
+CONSTRUCTORS = {
+    "R": (lambda: ShardGroup(4), lambda: ShardGroup(5), "num_virtual_ranks differs: process 0 has 4, process 1 has 5"),
+    "placement": (lambda: ShardGroup(4), lambda: ShardGroup(4, placement="zigzag"), "placement differs"),
+    "bad R": (
+        lambda: ShardGroup(4),
+        lambda: ShardGroup(1),
+        "process 1: num_virtual_ranks: 1 is less than",
+    ),
+    "transport": (lambda: ShardGroup(4), lambda: ShardGroup(4, transport="local"), '"local" is for one process'),
+}
+
+
+def construct(rank: int, world_size: int, name: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        CONSTRUCTORS[name][rank]()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_the_constructor_agrees(name: str) -> None:
+    messages = run_processes(construct, 2, name)
+    assert len(set(messages)) == 1 and CONSTRUCTORS[name][2] in messages[0], messages
+
+
+def stay_away(rank: int, world_size: int, lengths: list | None, cached: bool) -> str | None:
+    group = ShardGroup(3, timeout=2)
+    if cached:
+        group.all_reduce(ones(group), lengths)
+    if rank == 1:
+        time.sleep(7)  # silent, alive
+        return None
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        group.all_reduce(ones(group), lengths)
+    assert time.monotonic() - started < 6
+    with pytest.raises(RuntimeError, match="failed earlier"):
+        group.all_reduce(ones(group), lengths)
+    with pytest.raises(RuntimeError):
+        group.check()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("lengths", [[2, 2, 2], None])
+def test_a_silent_process_is_named_within_the_timeout(lengths: list | None, cached: bool) -> None:
+    messages = run_processes(stay_away, 3, lengths, cached)
+    for message in (messages[0], messages[2]):
+        assert "no word from process 1" in message or "process 1 did not come" in message, messages
+
+
+def die(rank: int, world_size: int, lengths: list | None) -> str | None:
+    group = ShardGroup(3, timeout=5)
+    group.all_reduce(ones(group), lengths)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        group.all_reduce(ones(group), lengths)
+    assert time.monotonic() - started < 9
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("lengths", [[2, 2, 2], None])
+def test_a_killed_process_is_named(lengths: list | None) -> None:
+    messages = run_processes(die, 3, lengths, may_die=(1,))
+    for message in (messages[0], messages[2]):
+        assert "no word from process 1" in message, messages
