@@ -83,7 +83,11 @@ class Runner:
         plan = self.engine.plan(tuple(sources), tuple(sinks), kinds)
         return self.engine.start(plan, [s.contiguous() for s in shards], reduce)
 
-    def hosted(self, shards: Shards) -> list[Tensor]:
+    def hosted(self, of: Sequence[Any], kind: str) -> list[Any]:
+        """What belongs to this process among one item per virtual rank ("v") or per process ("p")."""
+        return [of[v] for v in self.virtual_ranks] if kind == "v" else [of[self.rank]]
+
+    def shards(self, shards: Shards) -> list[Tensor]:
         return hosted_shards(shards, self.virtual_ranks, None if self.world_size == 1 else self.device)
 
     def with_lengths(
@@ -107,6 +111,10 @@ class Runner:
             signature["S_MAX"] = hosted[0].shape[0]
             request.shards, request.device_lengths = [torch.stack(hosted)], values
             return request
+        if form == "counted" and torch.compiler.is_compiling() and self.world_size > 1:
+            raise ValueError(
+                "lengths: None needs a host exchange on every call; pass ints or a tensor in compiled code"
+            )
         if form == "counted":
             counts = [s.shape[0] for s in hosted]
             if size is not None:
@@ -115,9 +123,10 @@ class Runner:
                         raise ValueError(f"lengths: virtual rank {v} has {n}, beyond size {size}")
             values = self._count(name, signature, counts)
         else:
-            check_lengths(values, hosted, self.virtual_ranks, size)
             signature["lengths"] = values
-        request.shards = narrow(hosted, values, self.virtual_ranks)
+        if not torch.compiler.is_compiling():  # values are symbols there; the operator narrows
+            check_lengths(values, hosted, self.virtual_ranks, size)
+            request.shards = narrow(hosted, values, self.virtual_ranks)
         request.sources = tuple((0, n) for n in values)
         return request
 
@@ -185,7 +194,7 @@ class Runner:
         sinks = operators.flatten(request.sinks)
         if request.sources is None:
             return operators.exchange_padded(request.shards[0], request.device_lengths, sinks, *tail)[:-1]
-        return operators.exchange(request.shards, operators.flatten(request.sources), sinks, *tail)
+        return operators.exchange(request.shards, operators.flatten(request.sources), sinks, None, *tail)
 
     def _job(self, request: Request) -> Any:
         if request.sources is None:

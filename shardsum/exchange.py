@@ -11,6 +11,9 @@ intervals as flat ``SymInt[]`` (begin, end, begin, end, ...), the group by name.
 process gets). ``grad`` says what the gradient of a replicated result means: "sum" adds the processes' cotangents,
 "identity" takes this process's own as the whole one. "adjoint" marks an exchange of cotangents: what the forward agreed
 on covers it.
+
+Shards may have more rows than their interval (the rest is not read), and ``rows`` asks for results with zeros behind
+theirs: so compiled code neither slices nor makes tensors whose size is a length, which would compile anew for 0 and 1.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ def _exchange(
     shards: list[Tensor],
     sources: list[int],
     sinks: list[int],
+    rows: list[int] | None,
     kinds: str,
     op: str,
     scale: float | None,
@@ -61,13 +65,25 @@ def _exchange(
     owner, reduce = groups[group], Reduce(op, scale, dtype)
     if grad != "adjoint":
         owner.agree_compiled("exchange", shards[0], reduce, grad, [kinds, sources, sinks])
-    return owner.run(shards, intervals(sources), intervals(sinks), kinds, reduce).result()
+    held = owner.hosted(intervals(sources), kinds[0])
+    narrowed = [s if s.shape[0] == e - b else s[: e - b] for s, (b, e) in zip(shards, held)]
+    outs = owner.run(narrowed, intervals(sources), intervals(sinks), kinds, reduce).result()
+    return _with_rows(outs, rows or [o.shape[0] for o in outs])
+
+
+def _with_rows(tensors: list[Tensor], rows: Sequence[int]) -> list[Tensor]:
+    """The tensors with zeros behind their rows, up to ``rows`` each."""
+    return [
+        t if t.shape[0] == n else torch.cat([t, t.new_zeros((n - t.shape[0], *t.shape[1:]))])
+        for t, n in zip(tensors, rows)
+    ]
 
 
 def _exchange_fake(
     shards: list[Tensor],
     sources: list[int],
     sinks: list[int],
+    rows: list[int] | None,
     kinds: str,
     op: str,
     scale: float | None,
@@ -75,71 +91,104 @@ def _exchange_fake(
     grad: str,
     group: str,
 ) -> list[Tensor]:
-    owner = groups[group]
-    hosted = owner.virtual_ranks if kinds[1] == "v" else [owner.rank]
-    first, wanted = shards[0], intervals(sinks)
-    return [first.new_empty((wanted[q][1] - wanted[q][0], *first.shape[1:]), dtype=dtype) for q in hosted]
+    trailing = shards[0].shape[1:]
+    sizes = rows or [e - b for b, e in groups[group].hosted(intervals(sinks), kinds[1])]
+    return [shards[0].new_empty((n, *trailing), dtype=dtype) for n in sizes]
 
 
 exchange = define(
-    "exchange(Tensor[] shards, SymInt[] sources, SymInt[] sinks, str kinds, str op, float? scale, ScalarType dtype, "
-    "str grad, str group) -> Tensor[]",
+    "exchange(Tensor[] shards, SymInt[] sources, SymInt[] sinks, SymInt[]? rows, str kinds, str op, float? scale, "
+    "ScalarType dtype, str grad, str group) -> Tensor[]",
     _exchange,
     _exchange_fake,
 )
 
 
 def _setup(ctx: Any, inputs: tuple, output: Any) -> None:
-    shards, ctx.sources, ctx.sinks, ctx.kinds, ctx.op, ctx.scale, ctx.out_dtype, ctx.grad, ctx.group = inputs
-    ctx.dtype, ctx.owner = shards[0].dtype, groups[ctx.group]  # the group lives until its last backward
+    shards, ctx.sources, ctx.sinks, _, ctx.kinds, ctx.op, ctx.scale, _, ctx.grad, ctx.group = inputs
+    ctx.rows, ctx.dtype = [s.shape[0] for s in shards], shards[0].dtype
+    ctx.owner = groups[ctx.group]  # the group lives until its last backward
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple:
     grads = [g.contiguous() for g in grads]
-    rows = _identity_adjoint(ctx, grads[0]) if ctx.grad == "identity" else _exchange_adjoint(ctx, grads)
-    return rows, *[None] * 8
+    shards = _local_adjoint(ctx, grads[0]) if ctx.grad == "identity" else _exchange_adjoint(ctx, grads)
+    return shards, *[None] * 9
 
 
-def _identity_adjoint(ctx: Any, grad: Tensor) -> list[Tensor]:
+def _local_adjoint(ctx: Any, grad: Tensor) -> list[Tensor]:
     """The replicated result's cotangent is the same everywhere: each hosted shard takes its part, nothing travels."""
     begin = ctx.sinks[0]
-    sources = [(b - begin, e - begin) for b, e in intervals(ctx.sources)]
-    hosted = [sources[v] for v in ctx.owner.virtual_ranks]
+    bounds = [x - begin for x in ctx.sources]
     if ctx.op == "mean":
         grad = grad.to(accumulator_dtype(ctx.dtype))
-        grad = finish_gradient(grad, coverage(grad, flatten(sources), grad.shape[0]), None, grad.dtype)
-    starts, lengths = [b for b, _ in hosted], [e - b for b, e in hosted]
-    return operators.ragged_sum_adjoint(grad, starts, lengths, "sum", ctx.scale, ctx.dtype)
+        grad = finish_gradient(grad, coverage(grad, bounds, grad.shape[0]), None, grad.dtype)
+    hosted = flatten(ctx.owner.hosted(intervals(bounds), ctx.kinds[0]))
+    return local_adjoint(grad, hosted, ctx.rows, ctx.scale, ctx.dtype)
 
 
 def _exchange_adjoint(ctx: Any, grads: list[Tensor]) -> list[Tensor]:
     acc = accumulator_dtype(ctx.dtype)
     if acc == torch.float64:  # a float32 result of float64 shards: their gradient is added in float64
         grads = [g.to(acc) for g in grads]
-    kinds, mean = ctx.kinds[::-1], ctx.op == "mean"
+    mean = ctx.op == "mean"
     fused = (None, acc) if mean else (ctx.scale, ctx.dtype)
-    rows = exchange(grads, ctx.sinks, ctx.sources, kinds, "sum", *fused, "adjoint", ctx.group)
+    kinds = ctx.kinds[::-1]
+    shards = exchange(grads, ctx.sinks, ctx.sources, ctx.rows, kinds, "sum", *fused, "adjoint", ctx.group)
     if not mean:
-        return rows
-    owner = ctx.owner
-    held = intervals(ctx.sources)
-    hosted = [held[r] for r in (owner.virtual_ranks if ctx.kinds[0] == "v" else [owner.rank])]
-    counts = [coverage(row, [x - b for x in ctx.sources], e - b) for row, (b, e) in zip(rows, hosted)]
-    return [finish_gradient(row, count, ctx.scale, ctx.dtype) for row, count in zip(rows, counts)]
+        return shards
+    hosted = ctx.owner.hosted(intervals(ctx.sources), ctx.kinds[0])
+    counts = [coverage(s, [x - b for x in ctx.sources], s.shape[0]) for s, (b, _) in zip(shards, hosted)]
+    return [finish_gradient(s, count, ctx.scale, ctx.dtype) for s, count in zip(shards, counts)]
+
+
+torch.library.register_autograd("shardsum::exchange", _backward, setup_context=_setup, lib=operators.library)
+
+
+# Parts of its adjoint, as operators: symbolic bounds need not be traced through slices
 
 
 def _coverage(like: Tensor, flat: list[int], size: int) -> Tensor:
     return contributions([(max(b, 0), min(e, size)) for b, e in intervals(flat)], size, like.device)
 
 
-#: ``(size,)`` int64 on the device of ``like``: how many of the flat intervals cover each position. An operator, so
-#: that symbolic bounds need not be traced through slices.
+#: ``(size,)`` int64 on the device of ``like``: how many of the flat intervals cover each position.
 coverage = define(
     "coverage(Tensor like, SymInt[] intervals, SymInt size) -> Tensor",
     _coverage,
     lambda like, flat, size: like.new_empty((size,), dtype=torch.int64),
 )
-torch.library.register_autograd("shardsum::exchange", _backward, setup_context=_setup, lib=operators.library)
+
+
+def _take(grad: Tensor, hosted: list[int], rows: list[int], scale: float | None, dtype: torch.dtype) -> list[Tensor]:
+    pairs = intervals(hosted)
+    starts, lengths = [b for b, _ in pairs], [e - b for b, e in pairs]
+    return _with_rows(operators.ragged_sum_adjoint(grad, starts, lengths, "sum", scale, dtype), rows)
+
+
+#: The parts ``hosted`` (flat intervals) of a cotangent, scaled, with zeros behind them up to ``rows``.
+local_adjoint = define(
+    "local_adjoint(Tensor grad, SymInt[] hosted, SymInt[] rows, float? scale, ScalarType dtype) -> Tensor[]",
+    _take,
+    lambda grad, hosted, rows, scale, dtype: [grad.new_empty((n, *grad.shape[1:]), dtype=dtype) for n in rows],
+)
+
+
+def _take_setup(ctx: Any, inputs: tuple, output: Any) -> None:
+    grad, ctx.hosted, _, ctx.scale, _ = inputs
+    ctx.size, ctx.dtype = grad.shape[0], grad.dtype
+
+
+def _take_backward(ctx: Any, grads: list[Tensor]) -> tuple:
+    pairs = intervals(ctx.hosted)
+    parts = [g[: e - b].contiguous() for g, (b, e) in zip(grads, pairs)]
+    total = operators.ragged_sum(parts, [b for b, _ in pairs], ctx.size, "sum", ctx.scale, ctx.dtype)
+    return total, None, None, None, None
+
+
+torch.library.register_autograd(
+    "shardsum::local_adjoint", _take_backward, setup_context=_take_setup, lib=operators.library
+)
 
 
 # exchange_padded
@@ -159,9 +208,8 @@ def _exchange_padded(
     owner = groups[group]
     owner.agree_compiled("exchange_padded", x, Reduce(op, scale, dtype), grad, [kinds, x.shape[1], sinks])
     rows, all_lengths = gather_padded(owner.engine, x, lengths)
-    hosted = owner.virtual_ranks if kinds[1] == "v" else [owner.rank]
-    wanted = intervals(sinks)
-    outs = [sum_padded_part(rows, all_lengths, wanted[q], Reduce(op, scale, dtype)) for q in hosted]
+    wanted = owner.hosted(intervals(sinks), kinds[1])
+    outs = [sum_padded_part(rows, all_lengths, interval, Reduce(op, scale, dtype)) for interval in wanted]
     return [*outs, all_lengths]
 
 
@@ -228,9 +276,8 @@ def _exchange_padded_fake(
     group: str,
 ) -> list[Tensor]:
     owner = groups[group]
-    hosted = owner.virtual_ranks if kinds[1] == "v" else [owner.rank]
-    wanted = intervals(sinks)
-    outs = [x.new_empty((wanted[q][1] - wanted[q][0], *x.shape[2:]), dtype=dtype) for q in hosted]
+    wanted = owner.hosted(intervals(sinks), kinds[1])
+    outs = [x.new_empty((e - b, *x.shape[2:]), dtype=dtype) for b, e in wanted]
     return [*outs, x.new_empty((gathered_rows(owner.engine),), dtype=torch.int64)]
 
 
@@ -267,7 +314,7 @@ def _padded_backward(ctx: Any, grads: list[Tensor]) -> tuple:
     else:
         held = [0, end] * owner.num_virtual_ranks
         outs = [g.to(acc) for g in outs] if acc == torch.float64 else outs
-        whole = exchange(outs, ctx.sinks, held, ctx.kinds[::-1], "sum", None, acc, "adjoint", ctx.group)
+        whole = exchange(outs, ctx.sinks, held, None, ctx.kinds[::-1], "sum", None, acc, "adjoint", ctx.group)
     count = None
     if ctx.op == "mean":
         count = (torch.arange(end, device=ctx.device) < all_lengths.clamp(0, ctx.capacity)[:, None]).sum(0)

@@ -159,7 +159,7 @@ class ShardGroup:
         """
 
         def build() -> Request:
-            hosted = self._runner.hosted(shards)
+            hosted = self._runner.shards(shards)
             reduce, _ = (
                 check_reduce(op, scale, hosted[0].dtype, out_dtype or getattr(out, "dtype", None)),
                 check_grad(grad),
@@ -196,7 +196,7 @@ class ShardGroup:
         """
 
         def build() -> Request:
-            hosted = self._runner.hosted(shards)
+            hosted = self._runner.shards(shards)
             reduce = check_reduce(op, scale, hosted[0].dtype, out_dtype)
             signature: dict[str, Any] = {"size": size, "op": op, "scale": scale, "out_dtype": str(reduce.dtype)}
             signature["splits"] = None if splits is None else [int(n) for n in splits]
@@ -226,7 +226,7 @@ class ShardGroup:
         """
 
         def build() -> Request:
-            hosted = self._runner.hosted(shards)
+            hosted = self._runner.shards(shards)
             signature = {"grad": check_grad(grad)}
             request = self._runner.with_lengths("all_gather", hosted, lengths, None, signature)
             if request.sources is None:
@@ -267,7 +267,7 @@ class ShardGroup:
         """
 
         def build() -> Request:
-            hosted = self._runner.hosted(shards)
+            hosted = self._runner.shards(shards)
             reduce = check_reduce(op, scale, hosted[0].dtype, out_dtype)
             end = check_size(size)
             sources = check_intervals("in_intervals", in_intervals, self.num_virtual_ranks, end)

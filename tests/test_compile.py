@@ -21,7 +21,7 @@ def test_opcheck_exchange(kinds: str, op: str, grad: str, requires_grad: bool) -
     sources = exchange.flatten([(0, 3), (2, 2), (1, 6), (0, 1)])
     sinks = exchange.flatten([(0, 6)] * (4 if kinds[1] == "v" else 1))
     name = group._runner.name
-    torch.library.opcheck(exchange.exchange, (shards, sources, sinks, kinds, op, 0.5, torch.float32, grad, name))
+    torch.library.opcheck(exchange.exchange, (shards, sources, sinks, None, kinds, op, 0.5, torch.float32, grad, name))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
