@@ -8,6 +8,7 @@ interrupted run that saved its checkpoint.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from argparse import ArgumentError
@@ -22,9 +23,9 @@ from .train.config import RunConfig
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. ``argv`` defaults to the process's arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["bench"]:
-        return _bench(arguments[1:])
     try:
+        if arguments[:1] == ["bench"]:
+            return _bench(arguments[1:])
         parser = build_parser()
         options = parser.instantiate(parser.parse_args(arguments))
         return _COMMANDS[options.subcommand](options[options.subcommand])
@@ -100,9 +101,9 @@ def _build(options: Namespace) -> int:
 
 
 def _bench(arguments: list[str]) -> int:
-    from .bench import main as bench
-
-    return bench(arguments)
+    if importlib.util.find_spec(f"{__package__}.bench") is None:
+        raise ValueError("bench: the benchmarks are not part of this installation")
+    return importlib.import_module(f"{__package__}.bench").main(arguments)
 
 
 _COMMANDS = {"doctor": _doctor, "train": _train, "compare": _compare, "build": _build}

@@ -1,4 +1,4 @@
-"""The processes that a launcher (torchrun, srun) started: this process's device, their process group, and what they agree on."""
+"""The processes that a launcher (torchrun, srun) started: their process group, this one's device, what they know."""
 
 from __future__ import annotations
 

@@ -30,7 +30,16 @@ from .config import RunConfig
 
 NAME = "checkpoint.safetensors"
 #: Settings that a resumed run may change: how long, how and where it runs, none of which its bits depend on.
-_FREE = ("run", "resume", "data", "group.placement", "group.transport", "group.timeout", "train.steps", "train.save_every")
+_FREE = (
+    "run",
+    "resume",
+    "data",
+    "group.placement",
+    "group.transport",
+    "group.timeout",
+    "train.steps",
+    "train.save_every",
+)
 
 
 def save(path: Path, tensors: dict[str, Tensor], config: RunConfig, data_digest: str) -> None:

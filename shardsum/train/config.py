@@ -51,7 +51,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "kv_heads"):
             _require(getattr(self, name) >= 1, f"model.{name}", "at least 1", getattr(self, name))
-        _require(self.width % (2 * self.heads) == 0, "model.width", f"a multiple of 2 * heads = {2 * self.heads}", self.width)
+        _require(
+            self.width % (2 * self.heads) == 0, "model.width", f"a multiple of 2 * heads = {2 * self.heads}", self.width
+        )
         _require(self.heads % self.kv_heads == 0, "model.kv_heads", f"a divisor of heads = {self.heads}", self.kv_heads)
         _require(0 <= self.dropout < 1, "model.dropout", "a probability in [0, 1)", self.dropout)
 
@@ -63,7 +65,7 @@ class TrainConfig:
     parallel: Literal["context", "documents"] = "context"
     """context: one sequence of packed documents is split over the virtual ranks, attention crosses their borders.
     documents: every virtual rank takes a document of its own, so shards have different lengths."""
-    steps: int = 150
+    steps: int = 250
     """Optimizer steps of the whole run (a resumed run counts the steps before it)."""
     sequence_length: int = 2048
     """Tokens of the packed sequence (context); need not be a multiple of the virtual ranks."""

@@ -127,7 +127,8 @@ class Corpus:
         documents = list(self._window(epoch, index * length, (index + 1) * length))
         borders = intervals_of([len(document) for document in documents])
         pieces = tuple(
-            tuple(_overlaps(documents, borders, chunk)) for chunk in intervals_of(split_evenly(length, num_virtual_ranks))
+            tuple(_overlaps(documents, borders, chunk))
+            for chunk in intervals_of(split_evenly(length, num_virtual_ranks))
         )
         return Batch(pieces, (0, *(end for _, end in borders)))
 

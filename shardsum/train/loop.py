@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,9 +21,10 @@ from .interrupt import interruptible
 from .metrics import Reporter, Stopwatch
 from .model import ByteTransformer
 from .plots import save_plots
+from .start import starting_point
 from .step import Step
 
-_DECAY = 0.95  # a step of the loss per position: the picture shows about the last 20
+_DECAY = 0.98  # a step of the loss per position: the picture shows about the last 50
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,12 @@ class Run:
         self.losses: list[float] = []
         self.loss_per_position = torch.zeros(self.settings.document_length, 2, device=group.device)
         checkpoint.seed_generators(group, self.settings.seed)
-        self._resume()
+        tensors = starting_point(group, config, self.folder, self.corpus.digest)
+        if tensors:
+            checkpoint.load_model_state(self.model, self.optimizer, tensors)
+            checkpoint.load_generator_state(group, tensors)
+            self.losses = tensors["losses"].tolist()
+            self.loss_per_position.copy_(tensors["loss_per_position"])
         bf16 = self.settings.precision == "bf16"
         if self.settings.precision == "auto":
             bf16 = group.device.type == "cuda"
@@ -119,32 +123,6 @@ class Run:
             }
         )
 
-    def _resume(self) -> None:
-        """Load the checkpoint if asked to; an error of one process, or a disagreement, is an error of all."""
-        tensors, error = {}, ""
-        path = self.folder / checkpoint.NAME
-        try:
-            if self.config.resume:
-                tensors = checkpoint.load(path, self.config, self.corpus.digest)
-            elif self.config.run is not None and path.exists():
-                raise ValueError(f"run: {self.folder} holds a checkpoint; add --resume or name another folder")
-        except ValueError as e:
-            error = str(e)
-        known = json.dumps([asdict(self.config), self.corpus.digest, bits.digest(*tensors.values()), error])
-        digests = gather_bytes(self.group, hashlib.sha256(known.encode()).digest())
-        if error:
-            raise ValueError(error)
-        for v, digest in enumerate(digests):
-            if digest != digests[0]:
-                raise ValueError(
-                    f"the process of virtual rank {v} has other settings, data or another checkpoint than that of virtual rank 0"
-                )
-        if tensors:
-            checkpoint.load_model_state(self.model, self.optimizer, tensors)
-            checkpoint.load_generator_state(self.group, tensors)
-            self.losses = tensors["losses"].tolist()
-            self.loss_per_position.copy_(tensors["loss_per_position"])
-
     def _save(self) -> None:
         tensors = checkpoint.model_state(self.model, self.optimizer) | checkpoint.generator_state(self.group)
         tensors |= {"losses": torch.tensor(self.losses), "loss_per_position": self.loss_per_position}
@@ -172,7 +150,9 @@ class Run:
         digest = bits.digest(*self.model.parameters(), losses, self.loss_per_position)
         for v, other in enumerate(gather_bytes(self.group, bytes.fromhex(digest))):
             if other.hex() != digest:
-                raise RuntimeError(f"the process of virtual rank {v} ended with other bits: {other.hex()}, not {digest}")
+                raise RuntimeError(
+                    f"the process of virtual rank {v} ended with other bits: {other.hex()}, not {digest}"
+                )
         if self.group.rank == 0:
             save_plots(
                 self.folder / "run.png",
@@ -182,7 +162,11 @@ class Run:
                 owners=self.group.owners,
             )
         if self.losses:
-            self.reporter.line(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; {steps} steps in {seconds:.1f} s")
+            last = losses[-10:]
+            self.reporter.line(
+                f"loss {losses[0]:.3f} -> {last.mean():.3f} (mean of the last {len(last)}); "
+                f"{steps} steps in {seconds:.1f} s"
+            )
         if interrupted:
             self.reporter.line(f"interrupted; go on with: shardsum train --config {self.folder}/config.yaml --resume")
         self.reporter.line(f"wrote {self.folder}/{{metrics.jsonl,run.png,{checkpoint.NAME},config.yaml}}")

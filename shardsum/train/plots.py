@@ -14,6 +14,8 @@ from .data import Batch
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_WINDOW = 16
+
 
 def save_plots(
     path: Path,
@@ -32,12 +34,19 @@ def save_plots(
     left, middle, right = figure.subplots(1, 3)
     left.plot(np.arange(1, len(losses) + 1), losses, lw=1)
     left.set(title="loss", xlabel="step", ylabel="nats per byte")
-    total, count = loss_per_position.T
-    seen = np.flatnonzero(count)
-    middle.plot(seen, total[seen] / count[seen], lw=1)
-    middle.set(title="loss per position, summed over virtual ranks", xlabel="offset in the document")
+    offsets, mean = _windows(loss_per_position)
+    middle.plot(offsets, mean, lw=1)
+    middle.set(title=f"loss per position ({_WINDOW} together)", xlabel="offset in the document")
     _draw_intervals(right, batch, owners)
     figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _windows(loss_per_position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The exact mean of ``_WINDOW`` positions together: one alone is seen too rarely to show anything."""
+    begins = np.arange(0, len(loss_per_position), _WINDOW)
+    total, count = np.add.reduceat(loss_per_position.astype(np.float64), begins).T
+    seen = count > 0
+    return begins[seen], total[seen] / count[seen]
 
 
 def _draw_intervals(axes: Axes, batch: Batch, owners: tuple[int, ...]) -> None:
@@ -49,10 +58,11 @@ def _draw_intervals(axes: Axes, batch: Batch, owners: tuple[int, ...]) -> None:
         colour = f"C{owners[v] % 10}"
         axes.barh(v, last - first, left=first, height=0.8, color=colour, alpha=0.3)
         axes.barh(v, end - begin, left=begin, height=0.8, color=colour)
-        axes.text(begin, v, f" process {owners[v]}", va="center", fontsize=8)
     for border in batch.cu_seqlens or ():
         axes.axvline(border, color="grey", lw=0.6, ls=":")
-    axes.set_yticks(range(len(owners)))
+    for process in sorted(set(owners)):
+        axes.barh(0, 0, color=f"C{process % 10}", label=f"process {process}")
+    axes.legend(fontsize=8, loc="upper right")
     axes.invert_yaxis()
-    title = "solid: holds; pale: keys it needs; dotted: documents" if packed else "valid positions of each shard"
+    title = "solid: holds, pale: needs too, dotted: documents" if packed else "valid positions of each shard"
     axes.set(title=title, xlabel="position", ylabel="virtual rank")
