@@ -50,7 +50,7 @@ def test_options_after_the_file_win_and_options_before_it_lose(tmp_path: Path) -
 
 
 def test_flags_are_bare_and_defaults_are_visible() -> None:
-    assert parse("train", "--run", "r", "--resume").resume is True
+    assert parse("train", "--folder", "r", "--resume").resume is True
     assert parse("train").resume is False
     assert parse("train").group.num_virtual_ranks == 4
 
@@ -84,8 +84,8 @@ def test_shipped_configs_state_every_field_and_differ_from_the_defaults_in_place
         (["train", "--train.steps", "-1"], "train.steps"),
         (["train", "--model.width", "130"], "model.width"),
         (["train", "--model.kv_heads", "3"], "model.kv_heads"),
-        (["train", "--resume"], "--run"),
-        (["train", "--data", "/nowhere", "--run", "r"], "/nowhere"),
+        (["train", "--resume"], "--folder"),
+        (["train", "--data", "/nowhere", "--folder", "r"], "/nowhere"),
         (["compare", "--lengths", "[1, 2]"], "lengths"),
         (["compare", "--lengths", "[1, 2, 21, 4]"], "virtual rank 2"),
         (["compare", "--runs", "a", "b"], NAME),

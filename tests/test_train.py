@@ -17,6 +17,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+import matplotlib.backends.backend_agg  # noqa: F401  (once, not in every forked process)
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -57,7 +58,7 @@ def tiny(text: str, folder: Path, parallel: str, **changes: object) -> RunConfig
         model=ModelConfig(width=32, layers=2, heads=4, kv_heads=2, dropout=0.1),
         train=TrainConfig(**{**train, "parallel": parallel, **changes}),  # type: ignore[arg-type]
         data=text,
-        run=str(folder),
+        folder=str(folder),
     )
 
 
@@ -132,12 +133,12 @@ def test_the_loss_falls_and_the_run_folder_holds_everything(
     text: str, tmp_path: Path, parallel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = tiny(text, Path("run"), parallel, steps=60, save_every=25)
+    config = tiny(text, Path("run"), parallel, steps=40, save_every=25)
     result = run(config)
-    assert result.losses.shape == (60,)
+    assert result.losses.shape == (40,)
     assert result.losses[0] > 5.0 and result.losses[-5:].mean() < 3.6
     metrics = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    assert [m["step"] for m in metrics] == list(range(1, 61))
+    assert [m["step"] for m in metrics] == list(range(1, 41))
     assert [m["loss"] for m in metrics] == result.losses.tolist()
     assert all(m["tokens_per_second"] > 0 for m in metrics)
     assert Path("run/run.png").read_bytes().startswith(b"\x89PNG")
@@ -171,7 +172,7 @@ def test_splitting_a_sequence_changes_its_loss_and_gradients_by_rounding_only(te
 def test_dropout_and_seed_change_the_hash(text: str, tmp_path: Path) -> None:
     config = tiny(text, tmp_path / "a", "context", steps=2)
     hashes = {run(config).hash}
-    hashes.add(run(dataclasses.replace(config, run=str(tmp_path / "b"), model=ModelConfig(width=32, heads=4))).hash)
+    hashes.add(run(dataclasses.replace(config, folder=str(tmp_path / "b"), model=ModelConfig(width=32, heads=4))).hash)
     hashes.add(run(tiny(text, tmp_path / "c", "context", steps=2, seed=1)).hash)
     assert len(hashes) == 3
 
@@ -189,7 +190,7 @@ def test_a_run_folder_is_not_overwritten_and_other_settings_are_not_resumed(text
     with pytest.raises(ValueError, match="not the data of the checkpoint"):
         run(dataclasses.replace(config, data=str(tmp_path / "text"), resume=True))
     with pytest.raises(ValueError, match="holds no checkpoint"):
-        run(dataclasses.replace(config, run=str(tmp_path / "b"), resume=True))
+        run(dataclasses.replace(config, folder=str(tmp_path / "b"), resume=True))
 
 
 # -- forked processes -------------------------------------------------------------------------------------------------
@@ -215,11 +216,12 @@ def test_the_same_hash_on_any_number_of_processes(
     assert result.hash == alone[parallel].hash
 
 
-@pytest.mark.parametrize("parallel", ["context", "documents"])
-def test_the_same_hash_after_one_and_after_fifty_steps(text: str, tmp_path: Path, parallel: str) -> None:
+def test_the_same_hash_after_one_and_after_fifty_steps(text: str, tmp_path: Path) -> None:
     for steps in (1, 50):
-        config = tiny(text, tmp_path / f"alone-{steps}", parallel, steps=steps, accumulation=1)
-        together = dataclasses.replace(config, run=str(tmp_path / f"together-{steps}"))
+        config = tiny(text, tmp_path / f"alone-{steps}", "context", steps=steps, accumulation=1)
+        together = tiny(
+            text, tmp_path / f"together-{steps}", "context", steps=steps, accumulation=1, placement="zigzag"
+        )
         assert train_processes(config, 1).hash == train_processes(together, 3).hash
 
 
@@ -288,7 +290,7 @@ def test_torchrun_prints_the_hash_of_a_lone_process(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "2"}
     lines = []
     for prefix, name in (([], "alone"), (launcher, "together")):
-        command = [sys.executable, *prefix, *options, "--run", name]
+        command = [sys.executable, *prefix, *options, "--folder", name]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
         lines.append(re.findall(r"^hash [0-9a-f]{64}$", done.stdout, re.MULTILINE))

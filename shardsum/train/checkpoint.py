@@ -31,7 +31,7 @@ from .config import RunConfig
 NAME = "checkpoint.safetensors"
 #: Settings that a resumed run may change: how long, how and where it runs, none of which its bits depend on.
 _FREE = (
-    "run",
+    "folder",
     "resume",
     "data",
     "group.placement",

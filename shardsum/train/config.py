@@ -110,14 +110,14 @@ class RunConfig:
     """Folder of text files to train on; default: the Python standard library's own source files."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to compute; with cuda every process takes the GPU of its LOCAL_RANK."""
-    run: str | None = None
+    folder: str | None = None
     """Folder of everything the run writes; default: runs/ and the time of the start."""
     resume: bool = False
     """Go on from the checkpoint in the run folder."""
 
     def __post_init__(self) -> None:
-        if self.resume and self.run is None:
-            raise ValueError("resume: say which run to go on with (--run FOLDER)")
+        if self.resume and self.folder is None:
+            raise ValueError("resume: say which run to go on with (--folder FOLDER)")
 
 
 def to_yaml(config: RunConfig) -> str:

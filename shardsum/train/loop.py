@@ -60,7 +60,7 @@ class Run:
     """The state of a run: everything its checkpoint holds, and those who show it."""
 
     def __init__(self, config: RunConfig, group: ShardGroup) -> None:
-        self.folder = Path(config.run or time.strftime("runs/%Y%m%d-%H%M%S"))
+        self.folder = Path(config.folder or time.strftime("runs/%Y%m%d-%H%M%S"))
         self.config, self.group, self.settings = config, group, config.train
         self.corpus = Corpus(config.data, self.settings.document_length, self.settings.seed)
         torch.manual_seed(self.settings.seed)  # every process draws the same weights
@@ -132,7 +132,7 @@ class Run:
     def _introduce(self) -> None:
         if self.group.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            portable = replace(self.config, run=str(self.folder), resume=False)
+            portable = replace(self.config, folder=str(self.folder), resume=False)
             (self.folder / "config.yaml").write_text(to_yaml(portable))
         num_parameters = sum(p.numel() for p in self.model.parameters())
         self.reporter.line(

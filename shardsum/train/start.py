@@ -45,5 +45,5 @@ def _read(config: RunConfig, folder: Path, data_digest: str) -> dict[str, Tensor
     if config.resume:
         return checkpoint.load(path, config, data_digest)
     if path.exists():
-        raise ValueError(f"run: {folder} holds a checkpoint; go on with --resume or name another folder")
+        raise ValueError(f"folder: {folder} holds a checkpoint; go on with --resume or name another folder")
     return {}
