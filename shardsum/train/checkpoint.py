@@ -80,7 +80,7 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def model_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Parameters and AdamW state by name."""
-    state = {f"model.{name}": p for name, p in model.named_parameters()}
+    state: dict[str, Tensor] = {f"model.{name}": p for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[p].items()}
     return state

@@ -68,7 +68,9 @@ class Batch:
         return [max((piece.end for piece in pieces), default=0) for pieces in self.pieces]
 
     def shard(self, virtual_rank: int, device: torch.device) -> Shard:
-        inputs, targets, positions = [], [], []
+        inputs: list[int] = []
+        targets: list[int] = []
+        positions: list[int] = []
         for piece in self.pieces[virtual_rank]:
             tokens = [START, *piece.document]
             inputs += tokens[piece.begin : piece.end]

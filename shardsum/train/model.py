@@ -58,9 +58,9 @@ class ByteTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=1e-6)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        for block in self.blocks:
-            for linear in (block.out, block.down):  # the residual stream starts as the embedding
-                nn.init.normal_(linear.weight, std=0.02 / (2 * config.layers) ** 0.5)
+        for name, weight in self.blocks.named_parameters():
+            if name.endswith(("out.weight", "down.weight")):  # the residual stream starts as the embedding
+                nn.init.normal_(weight, std=0.02 / (2 * config.layers) ** 0.5)
 
     def logits(self, x: Tensor) -> Tensor:
         return F.linear(self.norm(x), self.embedding.weight)

@@ -57,9 +57,8 @@ class Step:
         loss_per_position = torch.zeros(self.document_length, 2, device=self.group.device)
         for batch in batches:
             token_losses = self._forward(batch)
-            mean, count = self.group.token_mean(
-                [losses.sum() for losses in token_losses], [losses.numel() for losses in token_losses]
-            )
+            counts = [torch.tensor(losses.numel(), device=losses.device) for losses in token_losses]
+            mean, count = self.group.token_mean([losses.sum() for losses in token_losses], counts)
             part = mean * (count / num_tokens)
             part.backward()
             loss += part.detach()
@@ -83,9 +82,9 @@ class Step:
         if batch.cu_seqlens is None:
             attention = [causal_attention(q, k, v) for q, k, v in qkv]
         else:
-            q, k, v = (list(column) for column in zip(*qkv))
+            qs, ks, vs = (list(column) for column in zip(*qkv))
             attention = context_parallel_attention(
-                q, k, v, self.group, lengths=batch.lengths, cu_seqlens=list(batch.cu_seqlens)
+                qs, ks, vs, self.group, lengths=batch.lengths, cu_seqlens=list(batch.cu_seqlens)
             )
         out = []
         for v, block, x, a in zip(self.group.virtual_ranks, blocks, xs, attention):
