@@ -85,14 +85,15 @@ class Run:
         """Step to the end or to an interrupt, save, draw, hash."""
         self._introduce()
         first, watch, interrupted = len(self.losses), Stopwatch(), False
-        with interruptible() as interrupt, self.reporter.steps(first, self.settings.steps):
-            while len(self.losses) < self.settings.steps and not interrupted:
-                self._train_step()
-                interrupted = interrupt.anywhere(self.group)
-                if self.settings.save_every and len(self.losses) % self.settings.save_every == 0:
-                    self._save()
+        with interruptible() as interrupt:
+            with self.reporter.steps(first, self.settings.steps):
+                while len(self.losses) < self.settings.steps and not interrupted:
+                    self._train_step()
+                    interrupted = interrupt.anywhere(self.group)
+                    if self.settings.save_every and len(self.losses) % self.settings.save_every == 0:
+                        self._save()
             self._save()
-        return self._conclude(len(self.losses) - first, watch(), interrupted)
+            return self._conclude(len(self.losses) - first, watch(), interrupted)
 
     def _batch(self, micro_step: int) -> Batch:
         ranks = self.group.num_virtual_ranks
