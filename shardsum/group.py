@@ -109,7 +109,7 @@ class ShardGroup:
         self._agreement = Agreement(pg, check, limit)
         self._agreement.begin()
         try:
-            self.num_virtual_ranks = membership.num_virtual_ranks(num_virtual_ranks, self.world_size)
+            self.num_virtual_ranks = membership.num_virtual_ranks(num_virtual_ranks, pg, self.world_size)
             self.owners = owners_of(self.num_virtual_ranks, self.world_size, placement)
             membership.check_transport(transport, self.world_size)
             table = cost_tables.load(costs)
@@ -124,6 +124,9 @@ class ShardGroup:
         #: The virtual ranks hosted by this process, increasing.
         self.virtual_ranks = self._runner.virtual_ranks
         self._generators: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
+        return self  # copies of a module that holds a group share it: processes and connections are not copied
 
     def __repr__(self) -> str:
         return (

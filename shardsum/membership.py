@@ -37,13 +37,19 @@ def process_group(group: Any) -> dist.ProcessGroup | None:
 def device(pg: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
     if device is not None:
         device = torch.device(device)
-    elif pg is not None and any(d.type == "cuda" for d in pg._device_types) and torch.cuda.is_available():
+    elif pg is not None and torch.cuda.is_available() and _has_cuda_backend(pg):
         device = torch.device("cuda")
     else:
         device = torch.device("cpu")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _has_cuda_backend(pg: dist.ProcessGroup) -> bool:
+    """Gloo registers for CUDA too, but who asks for gloo alone means the CPU."""
+    cuda = [d for d in pg._device_types if d.type == "cuda"]
+    return any(pg._get_backend(d).name() != "gloo" for d in cuda)
 
 
 def timeout(pg: dist.ProcessGroup | None, timeout: float | timedelta | None) -> timedelta:
@@ -61,9 +67,9 @@ def timeout(pg: dist.ProcessGroup | None, timeout: float | timedelta | None) -> 
     return timedelta(minutes=10)
 
 
-def num_virtual_ranks(value: int | None, world_size: int) -> int:
+def num_virtual_ranks(value: int | None, pg: dist.ProcessGroup | None, world_size: int) -> int:
     if value is None:
-        if world_size == 1:
+        if pg is None:
             raise ValueError("num_virtual_ranks: a lone process cannot guess R; pass it, for example ShardGroup(4)")
         return world_size
     value = check_size(value) if not isinstance(value, bool) else 0

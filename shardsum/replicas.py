@@ -41,7 +41,7 @@ class Replicas(Sequence[nn.Module]):
         >>> optimizer.step()
     """
 
-    def __init__(self, module: nn.Module, virtual_ranks: Sequence[int], shared: Sequence[object] = ()) -> None:
+    def __init__(self, module: nn.Module, virtual_ranks: Sequence[int]) -> None:
         self.module = module
         self.virtual_ranks = tuple(virtual_ranks)
         self._parameters = dict(module.named_parameters())
@@ -52,7 +52,6 @@ class Replicas(Sequence[nn.Module]):
         for _ in self.virtual_ranks:
             aliases = {n: nn.Parameter(p.detach(), p.requires_grad) for n, p in self._parameters.items()}
             memo: dict[int, object] = {id(p): aliases[n] for n, p in self._parameters.items()}
-            memo.update((id(thing), thing) for thing in shared)
             self._replicas.append(copy.deepcopy(module, memo))
             self._aliases.append(aliases)
 
@@ -152,7 +151,7 @@ def _describe(parameter: nn.Parameter) -> str:
 
 
 def make_replicas(group: ShardGroup, module: nn.Module) -> Replicas:
-    """What ``group.replicas(module)`` returns. Not collective. The group itself is shared, never copied.
+    """What ``group.replicas(module)`` returns. Not collective. A ShardGroup that the module holds is shared.
 
     Raises:
         ValueError: names a parameter that cannot be aliased (lazy, DTensor), has no sum (complex), or lives on another
@@ -163,7 +162,7 @@ def make_replicas(group: ShardGroup, module: nn.Module) -> Replicas:
             raise ValueError(
                 f"replicas: parameter {name} is on {parameter.device}, but the group works on {group.device}"
             )
-    return Replicas(module, group.virtual_ranks, shared=[group])
+    return Replicas(module, group.virtual_ranks)
 
 
 @dataclass(frozen=True)

@@ -141,10 +141,10 @@ def test_tied_weights_stay_tied_and_buffers_are_copies() -> None:
 
 
 def test_a_module_may_hold_the_group() -> None:
-    group = ShardGroup(2)
+    group, other = ShardGroup(2), ShardGroup(3)
     model = nn.Linear(2, 2)
-    model.group = group
-    assert all(replica.group is group for replica in group.replicas(model))
+    model.group, model.other = group, other
+    assert all(replica.group is group and replica.other is other for replica in group.replicas(model))
 
 
 def test_training_mode_reaches_every_replica() -> None:
