@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Everything on this machine, from nothing: a virtual environment with torch, then the package, then what you ask for.
+#   launch/local.sh            the main job (any `shardsum` command line may follow, default: train)
+#   launch/local.sh test       the tests (pytest options may follow)
+#   launch/local.sh setup      only the environment
+# VENV names the folder (default .venv), TORCH the torch to install (default torch==2.13.0; any from 2.11 on works).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${VENV:-.venv}
+
+if [ ! -x "$venv/bin/shardsum" ]; then
+    python3 -m venv "$venv"
+    # torch first and by name: left to a dependency range, pip takes the newest CUDA build of several GB.
+    "$venv/bin/python" -c "import torch" 2>/dev/null || "$venv/bin/python" -m pip install --quiet "${TORCH:-torch==2.13.0}" numpy
+    "$venv/bin/python" -m pip install --quiet --editable ".[test]"
+fi
+
+case ${1:-train} in
+    setup) ;;
+    test) shift && exec "$venv/bin/python" -m pytest "$@" ;;
+    *) exec "$venv/bin/shardsum" "${@:-train}" ;;
+esac
