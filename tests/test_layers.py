@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "shardsum"
 
 #: From the bottom up; modules of one line may import each other.
 LAYERS = [
-    {"numerics", "layout", "bits", "checks", "documents", "building", "launcher"},
+    {"numerics", "layout", "bits", "checks", "documents", "building"},
     {"reference", "native"},
     {"kernels"},
     {"operators"},
@@ -24,6 +24,7 @@ LAYERS = [
     {"group"},
     {"nn", "attention", "hooks"},
     {"__init__"},
+    {"launcher"},
     {"bench", "compare", "doctor", "train"},
     {"cli"},
     {"__main__"},
