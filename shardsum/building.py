@@ -23,7 +23,7 @@ DEFAULT_ARCHS = ("80", "90", "100", "120")
 _TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 _CXX_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", _TARGET)
 _NVCC_FLAGS = (
-    "-std=c++17", "-O3", "-fmad=false", "-ftz=false", "-prec-div=true", "-cudart", "static", "--threads", "2",
+    "-std=c++17", "-O3", "-fmad=false", "-ftz=false", "-prec-div=true", "-cudart", "static", "--threads", "0",
     "-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off",
 )  # fmt: skip
 _LINK_FLAGS = ("-shared", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--as-needed")
@@ -127,6 +127,8 @@ def cached_build() -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(str(library) + ".lock"):
+            for left_by_a_killed_build in cache.glob(f".build-{library.stem}-*"):
+                shutil.rmtree(left_by_a_killed_build, ignore_errors=True)
             if not library.exists():
                 _run(recipe, library)
     except OSError as error:
@@ -220,7 +222,7 @@ def _gencode(archs: tuple[str, ...]) -> list[str]:
 def _run(recipe: Recipe, output: Path) -> None:
     """Build in a folder of our own beside ``output``, then rename: nobody ever sees half a library."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=output.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=f".build-{output.stem}-", dir=output.parent) as folder:
         _write_ninja(recipe, Path(folder))
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
         command = [_ninja(), *jobs]

@@ -80,6 +80,20 @@ def build(output: Path | None = None, *, archs: tuple[str, ...] | None = None) -
     return building.build(output or _AHEAD_OF_TIME, archs=archs)
 
 
+def limit_cpu_isa(name: str | None) -> str:
+    """Let the CPU kernels use at most ``name`` ("baseline", "avx2", "avx512"; None: the best of this processor).
+
+    For tests and benchmarks: the result of every operator is the same. Returns the instruction set then in use.
+
+    Raises:
+        RuntimeError: no native library is loaded.
+    """
+    library = status().library
+    if library is None:
+        raise RuntimeError(f"there are no native CPU kernels here: {status().reason}")
+    return _limit_cpu_isa(library, name)
+
+
 def _load_once() -> None:
     global _status
     with _lock:
@@ -108,9 +122,14 @@ def _load_once() -> None:
 def _load_library() -> Status:
     path, reason = _find()
     torch.ops.load_library(str(path))
-    library = ctypes.CDLL(str(path))
-    library.shardsum_cpu_isa.restype = ctypes.c_char_p
-    return Status("native", path, bool(library.shardsum_has_cuda()), library.shardsum_cpu_isa().decode(), reason)
+    has_cuda = bool(ctypes.CDLL(str(path)).shardsum_has_cuda())
+    return Status("native", path, has_cuda, _limit_cpu_isa(path, None), reason)
+
+
+def _limit_cpu_isa(library: Path, name: str | None) -> str:
+    limit = ctypes.CDLL(str(library)).shardsum_limit_cpu_isa
+    limit.argtypes, limit.restype = [ctypes.c_char_p], ctypes.c_char_p
+    return limit(name.encode() if name else None).decode()
 
 
 def _find() -> tuple[Path, str]:

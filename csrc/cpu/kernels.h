@@ -39,7 +39,7 @@ CpuKernels kernels(DType in, DType out);
 }
 #endif
 
-// The best of these on this processor, or the one that the environment variable SHARDSUM_CPU_ISA names.
+// Those of the best instruction set of this processor.
 CpuKernels select_kernels(DType in, DType out);
 
 }  // namespace shardsum

@@ -1,5 +1,6 @@
 // Which instruction set's kernels run.
-#include <cstdlib>
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "kernels.h"
@@ -23,16 +24,8 @@ Isa best_isa() {
   return Isa::kBaseline;
 }
 
-// The request can only lower the choice.
-Isa chosen_isa() {
-  static const Isa isa = [] {
-    const Isa best = best_isa();
-    const char* wanted = std::getenv("SHARDSUM_CPU_ISA");
-    for (int i = 0; wanted && i < static_cast<int>(best); ++i) {
-      if (std::strcmp(wanted, kNames[i]) == 0) return static_cast<Isa>(i);
-    }
-    return best;
-  }();
+std::atomic<Isa>& isa_in_use() {
+  static std::atomic<Isa> isa{best_isa()};
   return isa;
 }
 
@@ -40,14 +33,22 @@ Isa chosen_isa() {
 
 CpuKernels select_kernels(DType in, DType out) {
 #ifdef __x86_64__
-  if (chosen_isa() == Isa::kAvx512) return avx512::kernels(in, out);
-  if (chosen_isa() == Isa::kAvx2) return avx2::kernels(in, out);
+  const Isa isa = isa_in_use().load(std::memory_order_relaxed);
+  if (isa == Isa::kAvx512) return avx512::kernels(in, out);
+  if (isa == Isa::kAvx2) return avx2::kernels(in, out);
 #endif
   return baseline::kernels(in, out);
 }
 
 }  // namespace shardsum
 
-extern "C" __attribute__((visibility("default"), used)) const char* shardsum_cpu_isa() {
-  return shardsum::kNames[static_cast<int>(shardsum::chosen_isa())];
+// Use at most the named instruction set (null: the best); returns the name of the one in use from then on.
+extern "C" __attribute__((visibility("default"), used)) const char* shardsum_limit_cpu_isa(const char* name) {
+  using namespace shardsum;
+  Isa isa = best_isa();
+  for (int i = 0; name && i < 3; ++i) {
+    if (std::strcmp(name, kNames[i]) == 0) isa = std::min(isa, static_cast<Isa>(i));
+  }
+  isa_in_use().store(isa);
+  return kNames[static_cast<int>(isa)];
 }
