@@ -108,9 +108,7 @@ class Cuda {
     if (current != device_) guard_.emplace(device_);
     check(aoti_torch_get_current_cuda_stream(device_, &stream_), "current CUDA stream");
   }
-  void sum_rows(const SumArgs& args, const Row* rows) {
-    launched(sum_rows_cuda(args, rows, workspace(args), stream_));
-  }
+  void sum_rows(const SumArgs& args, const Row* rows) { launched(sum_rows_cuda(args, rows, workspace(args), stream_)); }
   void sum_device_rows(const SumArgs& args, const DeviceRows& rows) {
     launched(sum_device_rows_cuda(args, rows, workspace(args), stream_));
   }
@@ -127,8 +125,8 @@ class Cuda {
     if (bytes == 0) return nullptr;
     const int64_t stride = 1;
     AtenTensorHandle handle = nullptr;
-    check(aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(), aoti_torch_device_type_cuda(),
-                                   device_, &handle),
+    check(aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(), aoti_torch_device_type_cuda(), device_,
+                                   &handle),
           "workspace");
     workspace_.emplace(torch::stable::detail::from(handle));
     return workspace_->view().mutable_data();

@@ -15,8 +15,16 @@
 namespace shardsum {
 
 enum class DType : int32_t {
-  kFloat16, kBFloat16, kFloat32, kFloat64,            // accumulate in fp32, fp32, fp32, fp64
-  kUInt8, kInt8, kInt16, kInt32, kInt64, kBool,       // accumulate in int64 (wraps)
+  kFloat16,
+  kBFloat16,
+  kFloat32,
+  kFloat64,  // accumulate in fp32, fp32, fp32, fp64
+  kUInt8,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kBool,  // accumulate in int64 (wraps)
 };
 
 inline int64_t element_size(DType dtype) {
@@ -76,8 +84,8 @@ struct SumArgs {
   DType in_dtype;
   DType out_dtype;
   int64_t num_rows = 0;
-  int64_t size = 0;   // positions of the output
-  int64_t width = 1;  // elements per position
+  int64_t size = 0;     // positions of the output
+  int64_t width = 1;    // elements per position
   void* out = nullptr;  // contiguous, size * width elements
   Finish finish;
 };

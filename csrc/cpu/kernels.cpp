@@ -96,7 +96,8 @@ struct Span : Sum<In, Out> {
 };
 
 template <class In, class Out>
-void sum_span(const void* const* rows, int64_t num_rows, void* out, int64_t count, const Finish& finish, bool streamed) {
+void sum_span(const void* const* rows, int64_t num_rows, void* out, int64_t count, const Finish& finish,
+              bool streamed) {
   const Span<In, Out> span{{finish}, reinterpret_cast<const In* const*>(rows), num_rows, static_cast<Out*>(out)};
   if (!streamed) return span.template sum<false>(0, count);
   constexpr int64_t kBytes = sizeof(typename Sum<In, Out>::OutBits);
@@ -169,7 +170,7 @@ void sum_masked(const MaskedPositions& positions, void* out, const Finish& finis
 
 uint64_t pack(const uint8_t* bytes, int64_t count) {
   uint8_t block[64] = {};
-  if (count == 64) return nonzero_bytes(*reinterpret_cast<const uint8_t(*)[64]>(bytes));
+  if (count == 64) return nonzero_bytes(*reinterpret_cast<const uint8_t (*)[64]>(bytes));
   __builtin_memcpy(block, bytes, count);
   return nonzero_bytes(block);
 }

@@ -14,7 +14,8 @@ constexpr int64_t kPrefetchBytes = 1024;
 
 // What one thread needs for the block at hand and, of the next run, for the one after.
 struct Scratch {
-  explicit Scratch(int64_t num_rows) : words(num_rows), active{Table<const void*>(num_rows), Table<const void*>(num_rows)} {}
+  explicit Scratch(int64_t num_rows)
+      : words(num_rows), active{Table<const void*>(num_rows), Table<const void*>(num_rows)} {}
   Table<uint64_t> words;
   Table<const void*> active[2];
 };
@@ -94,9 +95,8 @@ void sum_masked_cpu(const SumArgs& args, const void* data, int64_t row_stride, c
   const MaskedSum sum{args, static_cast<const char*>(data), row_stride, mask,
                       select_kernels(args.in_dtype, args.out_dtype)};
   const int64_t blocks = (args.size + kBlock - 1) / kBlock;
-  const int64_t block_bytes =
-      std::min(kBlock, args.size) * args.width *
-      (args.num_rows * element_size(args.in_dtype) + element_size(args.out_dtype));
+  const int64_t block_bytes = std::min(kBlock, args.size) * args.width *
+                              (args.num_rows * element_size(args.in_dtype) + element_size(args.out_dtype));
   // How much a block costs is only known once its mask is read: threads take the next blocks when they are free.
   const int64_t blocks_at_once = std::max<int64_t>(1, kBytesPerTask / (block_bytes + 1));
   std::atomic<int64_t> next{0};

@@ -7,8 +7,8 @@
 
 namespace shardsum {
 
-constexpr int64_t kBytesPerTask = 128 << 10;     // less is not worth waking a thread for
-constexpr int64_t kStreamingBytes = 16 << 20;    // an output of this size is in no cache when it is read again
+constexpr int64_t kBytesPerTask = 128 << 10;   // less is not worth waking a thread for
+constexpr int64_t kStreamingBytes = 16 << 20;  // an output of this size is in no cache when it is read again
 
 // How many threads to use for work that moves `bytes`.
 inline int64_t num_tasks(int64_t bytes) {
