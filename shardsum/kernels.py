@@ -47,6 +47,8 @@ def _sum_rows(
 def _sum_padded(
     out: Tensor, x: Tensor, starts: list[int], lengths: list[int], mean: bool, scale: float | None, accumulate: bool
 ) -> None:
+    if len(lengths) != x.shape[0] or any(not 0 <= n <= x.shape[1] for n in lengths):
+        raise RuntimeError(f"sum_padded: lengths {lengths} do not fit {tuple(x.shape)}")  # as the native one does
     rows = [x[r, :n] for r, n in enumerate(lengths)]
     _sum_rows(out, rows, starts or [0] * len(rows), mean, scale, accumulate)
 

@@ -21,6 +21,8 @@ from . import kernels, native, operators
 from .checks import as_ints, check_host_lengths, check_index_tensor, check_shards, check_size, describe, overlap
 from .numerics import check_op, resolve_out_dtype
 
+_USUAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
 
 def ragged_sum(
     shards: Tensor | Sequence[Tensor],
@@ -63,6 +65,10 @@ def ragged_sum(
         tensor([30, 21, 22])
     """
     if isinstance(shards, Tensor):
+        if starts is None and not accumulate:
+            result = _unchecked(shards, lengths, size, op, scale, out_dtype, out)
+            if result is not None:
+                return result
         return _padded(shards, lengths, starts, size, op, scale, out_dtype, out, accumulate)
     return _listed(shards, lengths, starts, size, op, scale, out_dtype, out, accumulate)
 
@@ -110,6 +116,42 @@ def masked_sum(
 
 
 # The checks
+
+
+def _unchecked(
+    x: Tensor,
+    lengths: Any,
+    size: int | None,
+    op: str,
+    scale: float | None,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor | None:
+    """The usual call with as little Python as possible: the kernel's own checks decide.
+
+    None where anything is unusual or wrong: the checks below then say what.
+    """
+    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or type(lengths) is not list:
+        return None
+    if x.dtype not in _USUAL or (op != "sum" and op != "mean") or (x.requires_grad and torch.is_grad_enabled()):
+        return None
+    shape = x.shape[1:]
+    if not shape or (size is not None and size != shape[0]):
+        return None
+    if out is None:
+        if out_dtype is not None and out_dtype not in _USUAL:
+            return None
+        result = x.new_empty(shape, dtype=out_dtype)
+    elif out.shape != shape or out.device != x.device or out.requires_grad or out_dtype is not None or overlap(out, x):
+        return None
+    else:
+        result = out
+    native.load()
+    try:
+        kernels.sum_padded(result, x, [], lengths, op == "mean", scale, False)
+    except (RuntimeError, TypeError):
+        return None
+    return result
 
 
 def _needs_grad(*tensors: Tensor) -> bool:

@@ -52,14 +52,14 @@ def check_exchange(group: ShardGroup, p: dict) -> None:
         return [random_values((e - b, *p["trailing"]), dtype, seed + r) for r, (b, e) in enumerate(intervals)]
 
     shards = values(p["I"], p["dtype"], p["seed"])
-    mine = [shards[v].clone().requires_grad_(p["dtype"].is_floating_point) for v in hosted]
+    mine = [shards[v].clone().to(group.device).requires_grad_(p["dtype"].is_floating_point) for v in hosted]
     outs = group.exchange(mine, p["I"], p["O"], size=p["size"], **reduce)
     expected = reference.exchange(shards, p["I"], p["O"], out_dtype=out_dtype, **reduce)
     for v, out in zip(hosted, outs):
         assert_same(out, expected[v])
     if p["dtype"].is_floating_point:
         grads = values(p["O"], out_dtype, p["seed"] + 100)
-        torch.autograd.backward(outs, [grads[v] for v in hosted])
+        torch.autograd.backward(outs, [grads[v].to(group.device) for v in hosted])
         adjoint = reference.exchange_adjoint(grads, p["I"], p["O"], dtype=p["dtype"], **reduce)
         for v, shard in zip(hosted, mine):
             assert_same(shard.grad, adjoint[v])
@@ -71,8 +71,10 @@ def check_exchange(group: ShardGroup, p: dict) -> None:
         whole = reference.ragged_sum(shards, [0] * num_ranks, size, out_dtype=out_dtype, **reduce)
         assert_same(group.all_reduce(data, lengths, size=size, **reduce), whole)
         assert_same(group.all_reduce(data, None, size=size, **reduce), whole)
-        padded = [torch.cat([d, random_values((size - d.shape[0], *p["trailing"]), p["dtype"], 9)]) for d in data]
-        local = torch.tensor([lengths[v] for v in hosted])
+        padded = [
+            torch.cat([d, random_values((size - d.shape[0], *p["trailing"]), p["dtype"], 9).to(d.device)]) for d in data
+        ]
+        local = torch.tensor([lengths[v] for v in hosted], device=group.device)
         if group.world_size > 1 and group.engine.transport == "all_to_all":
             with pytest.raises(ValueError, match="cannot take device lengths"):
                 group.all_reduce(padded, local, size=size)
@@ -92,11 +94,14 @@ def check_exchange(group: ShardGroup, p: dict) -> None:
         assert_same(gathered.wait(), torch.cat(shards))
 
 
-def exchange_in_processes(rank: int, world_size: int, transport: str, seed: int, problems: int) -> None:
+def exchange_in_processes(
+    rank: int, world_size: int, transport: str, seed: int, problems: int, device: str | None = None
+) -> None:
     rng = random.Random(seed)
     for _ in range(problems):
         num_ranks = rng.randint(world_size, 9)
-        group = ShardGroup(num_ranks, placement=placement_of(rng, num_ranks, world_size), transport=transport)
+        placement = placement_of(rng, num_ranks, world_size)
+        group = ShardGroup(num_ranks, placement=placement, transport=transport, device=device)
         for _ in range(2):
             check_exchange(group, random_problem(rng, num_ranks))
 
