@@ -40,8 +40,8 @@ class HookState:
 
     Args:
         group: the processes that DDP averages over, each hosting one virtual rank.
-        wire_dtype: gradients are rounded to this dtype for the wire and still added in fp32. None sends them as they
-            are. A bfloat16 wire moves half the bytes of a float32 one.
+        wire_dtype: gradients travel in this dtype but are added in fp32: each is rounded to it once before, and the
+            result once after. A bfloat16 wire moves half the bytes of a float32 one. None sends gradients as they are.
         scale: the sum is multiplied by this number. None averages: the sum is divided by R.
 
     Raises:
@@ -83,15 +83,12 @@ def ddp_comm_hook(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
 
 def _reduce(state: HookState, buffer: Tensor) -> Tensor:
     group, size = state.group, buffer.numel()
-    wire = buffer if state.wire_dtype is None else buffer.to(state.wire_dtype)
-    widened = wire.dtype != buffer.dtype == torch.float64  # an fp32 accumulator has no fp64 result
     total = group.all_reduce(
-        wire,
+        buffer if state.wire_dtype is None else buffer.to(state.wire_dtype),
         [size] * group.num_virtual_ranks,
         size=size,
         op="mean" if state.scale is None else "sum",
         scale=state.scale,
-        out_dtype=torch.float32 if widened else buffer.dtype,
     )
     return total.to(buffer.dtype)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # DDP imports it; here once, not in every forked child
 import torch.distributed as dist
 from processes import run_processes
 from torch import nn
@@ -53,10 +54,9 @@ def emulate(
             grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
             rows.append([g if wire is None else g.to(wire) for g in grads])
         for i, p in enumerate(model.parameters()):
-            total = reference.ragged_sum(
-                [row[i].flatten() for row in rows], [0] * num_ranks, p.numel(), op="mean", out_dtype=p.dtype
-            )
-            p.grad = total.view_as(p)
+            parts = [row[i].flatten() for row in rows]
+            total = reference.ragged_sum(parts, [0] * num_ranks, p.numel(), op="mean", out_dtype=wire or p.dtype)
+            p.grad = total.view_as(p).to(p.dtype)
         optimizer.step()
         if batches is not None and step + 1 >= max(batches):
             break
@@ -138,6 +138,19 @@ def test_bf16_gradients_are_within_one_ulp_of_float64() -> None:
     for _, grad in results:
         assert ((grad.double() - exact).abs() <= ulp).all()
     assert not ((chained.double() - exact).abs() <= ulp).all()  # adding in bf16 does not reach that
+
+
+def _bytes(rank: int, world_size: int, wire: Any, transport: str) -> int:
+    group, ddp = ShardGroup(transport=transport), DistributedDataParallel(nn.Linear(300, 300))
+    ddp.register_comm_hook(HookState(group, wire_dtype=wire), ddp_comm_hook)
+    ddp(torch.ones(2, 300)).sum().backward()
+    return group.stats().total
+
+
+@pytest.mark.parametrize("transport", ["gather", "all_to_all"])
+def test_bf16_wire_moves_half_the_bytes(transport: str) -> None:
+    full, half = (run_processes(_bytes, 2, wire, transport)[0] for wire in (None, torch.bfloat16))
+    assert full == 2 * half > 0
 
 
 def shard(model: nn.Module, reduce_scatter: FSDPReduceScatter, **options: Any) -> nn.Module:
@@ -258,9 +271,9 @@ def test_ddp_on_gpus_gives_the_mean_in_rank_order(wire: Any) -> None:
     results = run_processes(_ddp_on_gpu, 2, wire, backend="nccl")
     for i, rows in enumerate(zip(*[plain for plain, _ in results])):
         sent = [row.flatten() if wire is None else row.flatten().to(wire) for row in rows]
-        expected = reference.ragged_sum(sent, [0, 0], sent[0].numel(), op="mean", out_dtype=rows[0].dtype)
+        expected = reference.ragged_sum(sent, [0, 0], sent[0].numel(), op="mean", out_dtype=sent[0].dtype)
         for _, found in results:
-            assert bits.equal(found[i].flatten(), expected)
+            assert bits.equal(found[i].flatten(), expected.to(rows[0].dtype))
 
 
 def _fsdp_on_gpu(rank: int, world_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # DDP and AdamW import it; here once, not in every forked child
 from processes import run_processes
 
 SCRIPT = Path(__file__).parent.parent / "launch" / "train_step.py"
