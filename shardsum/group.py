@@ -39,7 +39,9 @@ from .agreement import Agreement
 from .calls import Runner
 from .checks import check_size
 from .engine import Engine, Reduce
+from .generators import RankGenerators
 from .layout import Interval, intervals_of, owners_of
+from .replicas import Replicas, make_replicas, reduce_gradients
 from .reports import Explanation, Stats
 from .requests import (
     Request,
@@ -123,7 +125,7 @@ class ShardGroup:
         self._runner = Runner(self.engine, self._agreement, self.device)
         #: The virtual ranks hosted by this process, increasing.
         self.virtual_ranks = self._runner.virtual_ranks
-        self._generators: Any = None
+        self._generators: RankGenerators | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
         return self  # copies of a module that holds a group share it: processes and connections are not copied
@@ -313,31 +315,25 @@ class ShardGroup:
 
     # Shared parameters and random streams of virtual ranks
 
-    def replicas(self, module: nn.Module) -> Any:
+    def replicas(self, module: nn.Module) -> Replicas:
         """Per hosted virtual rank, ``module`` with parameters of its own gradient and shared storage
         (:func:`shardsum.replicas.make_replicas`)."""
-        from .replicas import make_replicas
-
         return make_replicas(self, module)
 
-    def reduce_gradients(self, replicas: Any, *, scale: float | None = None) -> None:
+    def reduce_gradients(self, replicas: Replicas, *, scale: float | None = None) -> None:
         """Sum the replicas' gradients over all virtual ranks in rank order into the module's parameters
         (:func:`shardsum.replicas.reduce_gradients`)."""
-        from .replicas import reduce_gradients
-
         reduce_gradients(self, replicas, scale=scale)
 
     @property
-    def generators(self) -> Any:
-        """The random streams of the hosted virtual ranks (:class:`shardsum.generators.RankGenerators`)."""
+    def generators(self) -> RankGenerators:
+        """The random streams of the hosted virtual ranks, from seed 0 until ``generators.manual_seed(seed)``."""
         if self._generators is None:
-            from .generators import RankGenerators
-
             self._generators = RankGenerators(self.virtual_ranks, self.device)
         return self._generators
 
     def rng(self, virtual_rank: int) -> AbstractContextManager[None]:
-        """A context in which the default generators have virtual rank ``virtual_rank``'s state."""
+        """A context in which the default generators (the CPU's and that of ``device``) have a virtual rank's state."""
         return self.generators.context(virtual_rank)
 
     # Agreement for operations made of several collectives
