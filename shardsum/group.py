@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import membership
 from .agreement import Agreement
@@ -41,7 +41,7 @@ from .checks import check_size
 from .engine import Engine, Reduce
 from .generators import RankGenerators
 from .layout import Interval, intervals_of, owners_of
-from .replicas import Replicas, make_replicas, reduce_gradients
+from .replicas import M, Replicas, make_replicas, reduce_gradients
 from .reports import Explanation, Stats
 from .requests import (
     Request,
@@ -315,12 +315,12 @@ class ShardGroup:
 
     # Shared parameters and random streams of virtual ranks
 
-    def replicas(self, module: nn.Module) -> Replicas:
+    def replicas(self, module: M) -> Replicas[M]:
         """Per hosted virtual rank, ``module`` with parameters of its own gradient and shared storage
         (:func:`shardsum.replicas.make_replicas`)."""
         return make_replicas(self, module)
 
-    def reduce_gradients(self, replicas: Replicas, *, scale: float | None = None) -> None:
+    def reduce_gradients(self, replicas: Replicas[M], *, scale: float | None = None) -> None:
         """Sum the replicas' gradients over all virtual ranks in rank order into the module's parameters
         (:func:`shardsum.replicas.reduce_gradients`)."""
         reduce_gradients(self, replicas, scale=scale)

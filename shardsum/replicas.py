@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,14 @@ from .numerics import accumulator_dtype
 if TYPE_CHECKING:
     from .group import ShardGroup
 
+M = TypeVar("M", bound=nn.Module)
+
 #: Gradients travel in flat buffers of about this size. The results' bits do not depend on it.
 BUCKET_BYTES = 25 * 2**20
 _WORD = 62  # bits of a parameter bitmap in one signed 64-bit integer
 
 
-class Replicas(Sequence[nn.Module]):
+class Replicas(Sequence[M]):
     """One module per hosted virtual rank, in increasing virtual-rank order; made by ``group.replicas(module)``.
 
     Attributes:
@@ -41,14 +43,14 @@ class Replicas(Sequence[nn.Module]):
         >>> optimizer.step()
     """
 
-    def __init__(self, module: nn.Module, virtual_ranks: Sequence[int]) -> None:
+    def __init__(self, module: M, virtual_ranks: Sequence[int]) -> None:
         self.module = module
         self.virtual_ranks = tuple(virtual_ranks)
         self._parameters = dict(module.named_parameters())
         for name, parameter in self._parameters.items():
             _check_parameter(name, parameter)
         self._aliases: list[dict[str, nn.Parameter]] = []
-        self._replicas: list[nn.Module] = []
+        self._replicas: list[M] = []
         for _ in self.virtual_ranks:
             aliases = {n: nn.Parameter(p.detach(), p.requires_grad) for n, p in self._parameters.items()}
             memo: dict[int, object] = {id(p): aliases[n] for n, p in self._parameters.items()}
@@ -56,19 +58,19 @@ class Replicas(Sequence[nn.Module]):
             self._aliases.append(aliases)
 
     @overload
-    def __getitem__(self, index: int) -> nn.Module: ...
+    def __getitem__(self, index: int) -> M: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[nn.Module]: ...
-    def __getitem__(self, index: int | slice) -> nn.Module | Sequence[nn.Module]:
+    def __getitem__(self, index: slice) -> Sequence[M]: ...
+    def __getitem__(self, index: int | slice) -> M | Sequence[M]:
         return self._replicas[index]
 
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def __iter__(self) -> Iterator[nn.Module]:
+    def __iter__(self) -> Iterator[M]:
         return iter(self._replicas)
 
-    def train(self, mode: bool = True) -> Replicas:
+    def train(self, mode: bool = True) -> Replicas[M]:
         """Set training (or evaluation) mode on the module and every replica."""
         for m in (self.module, *self._replicas):
             m.train(mode)
@@ -150,7 +152,7 @@ def _describe(parameter: nn.Parameter) -> str:
     return f"{parameter.dtype} {tuple(parameter.shape)} on {parameter.device}{frozen} at {parameter.data_ptr():#x}"
 
 
-def make_replicas(group: ShardGroup, module: nn.Module) -> Replicas:
+def make_replicas(group: ShardGroup, module: M) -> Replicas[M]:
     """What ``group.replicas(module)`` returns. Not collective. A ShardGroup that the module holds is shared.
 
     Raises:
@@ -194,7 +196,7 @@ def _buckets(parameters: dict[str, nn.Parameter]) -> Iterator[_Bucket]:
 
 
 @torch.no_grad()
-def reduce_gradients(group: ShardGroup, replicas: Replicas, *, scale: float | None = None) -> None:
+def reduce_gradients(group: ShardGroup, replicas: Replicas[M], *, scale: float | None = None) -> None:
     """Sum the replicas' gradients over all R virtual ranks, in rank order, into ``replicas.module``'s ``.grad``.
 
     Accumulated in fp32 (fp64 for fp64 parameters), multiplied by ``scale``, rounded once to the parameter's dtype. A
@@ -229,7 +231,7 @@ def _deliver(parameters: dict[str, nn.Parameter], bucket: _Bucket, handle: Any) 
         p.grad = torch.empty_like(p).copy_(part.view(p.shape))
 
 
-def _agree_on_used(group: ShardGroup, replicas: Replicas) -> set[str]:
+def _agree_on_used(group: ShardGroup, replicas: Replicas[M]) -> set[str]:
     """The parameters that some virtual rank has a gradient for, the same set on every process.
 
     Only the hosting process knows. One bit a parameter travels on the host's side channel: no GPU is waited for.
@@ -248,7 +250,7 @@ def _agree_on_used(group: ShardGroup, replicas: Replicas) -> set[str]:
     return {n for i, n in enumerate(names) if any(row[i // _WORD] >> i % _WORD & 1 for row in everyone)}
 
 
-def _flatten(replicas: Replicas, bucket: _Bucket) -> list[Tensor]:
+def _flatten(replicas: Replicas[M], bucket: _Bucket) -> list[Tensor]:
     """Move the gradients into one row a hosted rank.
 
     A missing one is +0.0, which leaves any sum that began at +0.0 as it is.
