@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_MAX_POSITIONS = 1 << 48  # rows of a tensor; far beyond memory, far below overflow
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _NARROW_INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16)
 
@@ -44,8 +45,8 @@ def check_size(size: Any) -> int:
         value = operator.index(size)
     except TypeError:
         raise ValueError(f"size: expected an int, got {size!r}") from None
-    if value < 0:
-        raise ValueError(f"size: {value} is negative")
+    if not 0 <= value < _MAX_POSITIONS:
+        raise ValueError(f"size: {value} is {'negative' if value < 0 else 'more than any tensor holds'}")
     return value
 
 

@@ -181,3 +181,28 @@ def test_a_killed_process_is_named(lengths: list | None) -> None:
     messages = run_processes(die, 3, lengths, may_die=(1,))
     for message in (messages[0], messages[2]):
         assert "no word from process 1" in message, messages
+
+
+def steady_state(rank: int, world_size: int) -> None:
+    """With ints or device lengths nothing but the data travels after a signature's first use."""
+    group = ShardGroup(4, transport="gather")
+    x = [torch.ones(6, 2) for _ in group.virtual_ranks]
+    local = torch.tensor([B0_LENGTHS[v] for v in group.virtual_ranks])
+
+    def step() -> None:
+        group.all_reduce(x, B0_LENGTHS)
+        group.reduce_scatter(x, B0_LENGTHS)
+        group.all_gather(x, B0_LENGTHS)
+        local.fill_(3)  # other lengths, the same signature
+        group.all_reduce(x, local, size=6)
+
+    step()
+    side = group._agreement
+    del side._store, side._side  # any use of them would be an error
+    step()
+    with pytest.raises(AttributeError, match="_side"):
+        group.all_reduce(x)
+
+
+def test_no_metadata_travels_in_the_steady_state() -> None:
+    run_processes(steady_state, 2)
