@@ -150,8 +150,9 @@ def _attend(q: Tensor, kv: Tensor, plan: ChunkPlan, head_dim: int, scale: float 
     """One chunk: ``q`` ``(length, heads, head_dim)`` against ``kv`` ``(keys, key_heads, head_dim + value_dim)``."""
     value_dim = kv.shape[-1] - head_dim
     if not plan.segments:
-        # Nothing to attend to, but the result must hang on the exchange: its backward is a collective.
-        return q[..., :1].expand(-1, -1, value_dim) + kv[:, :1, head_dim:]
+        # Nothing to attend to, but the result must hang on the exchange: its backward is a collective. A product, since
+        # it saves its inputs: under activation checkpointing, needing them is what runs the exchange again.
+        return q[..., :1].expand(-1, -1, value_dim) * kv[:, :1, head_dim:]
     # split, not slices: its backward is one concatenation, which adds nothing
     queries = q.split([n for n, _ in plan.segments])
     keys_values = kv.split([n for _, n in plan.segments])

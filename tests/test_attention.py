@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_processes
+from torch.utils.checkpoint import checkpoint
 
 from shardsum import ShardGroup, bits, context_parallel_attention, reference
 
@@ -162,40 +163,49 @@ def test_same_bits_for_every_number_of_processes(
     assert sorted(hosted) == list(range(len(lengths)))
 
 
-def _layers(group: ShardGroup, lengths: list[int], ignored: Sequence[int]) -> list[torch.Tensor]:
+def _layers(
+    group: ShardGroup, lengths: list[int], ignored: Sequence[int], checkpointed: bool = False
+) -> list[torch.Tensor]:
     """Three layers in lockstep; the loss leaves out the ranks in ``ignored`` where the process hosts others."""
+
+    def attend(layer: int, *h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outs = context_parallel_attention(list(h), [t + layer for t in h], list(h), group, lengths=lengths)
+        return tuple(a + 0.5 * b for a, b in zip(h, outs))
+
     hosted = group.virtual_ranks
     x, weights, _, _ = (chunks(t, lengths, hosted) for t in make(lengths, 2, 2, 8))
-    h = x
+    h = tuple(x)
     for layer in range(3):
-        outs = context_parallel_attention(h, [t + layer for t in h], h, group, lengths=lengths, cu_seqlens=None)
-        h = [a + 0.5 * b for a, b in zip(h, outs)]
+        h = checkpoint(attend, layer, *h, use_reentrant=False) if checkpointed else attend(layer, *h)
     used = [v for v in hosted if v not in ignored] or hosted[:1]
     loss = sum((h[hosted.index(v)] * weights[hosted.index(v)].detach()).sum() for v in used)
     loss.backward()
     return [t.grad for t in x]
 
 
-def _layers_in_process(rank: int, world_size: int, lengths: list[int], ignored: list[int], placement: Any) -> tuple:
+def _layers_in_process(
+    rank: int, world_size: int, lengths: list[int], ignored: list[int], placement: Any, checkpointed: bool
+) -> tuple:
     group = ShardGroup(len(lengths), placement=placement)
-    return list(group.virtual_ranks), _layers(group, lengths, ignored)
+    return list(group.virtual_ranks), _layers(group, lengths, ignored, checkpointed)
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "ignored", "placement"),
     [
-        ([9, 0, 0, 12], [], "contiguous"),  # process 1 of [0, 1] [2] [3] hosts an empty chunk only
-        ([9, 4, 0, 12], [0, 3], [0, 0, 1, 1]),
+        ([9, 0, 0, 12], [], [0, 0, 1, 2]),  # process 1 hosts an empty chunk only
+        ([9, 4, 0, 12], [0, 3], [0, 0, 1, 1]),  # process 1 uses the output of its empty chunk only
         ([0, 0, 0, 5], [2], [0, 0, 1, 2]),
     ],
 )
 def test_backward_collectives_match_with_empty_chunks_and_unused_outputs(
-    lengths: list[int], ignored: list[int], placement: Any
+    lengths: list[int], ignored: list[int], placement: list[int], checkpointed: bool
 ) -> None:
     torch.set_num_threads(1)
-    world_size = 3 if placement == "contiguous" else max(placement) + 1
     expected = _layers(ShardGroup(4), lengths, ignored)
-    for ranks, grads in run_processes(_layers_in_process, world_size, lengths, ignored, placement, timeout=20):
+    args = (lengths, ignored, placement, checkpointed)
+    for ranks, grads in run_processes(_layers_in_process, max(placement) + 1, *args, timeout=20):
         for r, grad in zip(ranks, grads):
             assert grad is not None and bits.equal(grad, expected[r])
 
