@@ -65,7 +65,7 @@ class TrainConfig:
     parallel: Literal["context", "documents"] = "context"
     """context: one sequence of packed documents is split over the virtual ranks, attention crosses their borders.
     documents: every virtual rank takes a document of its own, so shards have different lengths."""
-    steps: int = 250
+    steps: int = 200
     """Optimizer steps of the whole run (a resumed run counts the steps before it)."""
     sequence_length: int = 2048
     """Tokens of the packed sequence (context); need not be a multiple of the virtual ranks."""

@@ -63,6 +63,7 @@ def _draw_intervals(axes: Axes, batch: Batch, owners: tuple[int, ...]) -> None:
     for process in sorted(set(owners)):
         axes.barh(0, 0, color=f"C{process % 10}", label=f"process {process}")
     axes.legend(fontsize=8, loc="upper right")
+    axes.set_yticks(range(len(owners)))
     axes.invert_yaxis()
     title = "solid: holds, pale: needs too, dotted: documents" if packed else "valid positions of each shard"
     axes.set(title=title, xlabel="position", ylabel="virtual rank")
