@@ -22,9 +22,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardsum import ShardGroup, cli
 from shardsum.train import GroupConfig, ModelConfig, RunConfig, RunResult, TrainConfig, run
 from shardsum.train.checkpoint import NAME
 from shardsum.train.data import START, Corpus
+from shardsum.train.model import ByteTransformer
 from shardsum.train.step import Step
 from tests.processes import run_processes
 
@@ -151,9 +153,6 @@ def test_the_loss_falls_and_the_run_folder_holds_everything(
 
 
 def test_splitting_a_sequence_changes_its_loss_and_gradients_by_rounding_only(text: str) -> None:
-    from shardsum import ShardGroup
-    from shardsum.train.model import ByteTransformer
-
     corpus = Corpus(text, 48, 0)
     results = []
     for ranks in (1, 4, 7):
@@ -283,16 +282,15 @@ def test_processes_that_see_different_data_are_refused(text: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_torchrun_prints_the_hash_of_a_lone_process(tmp_path: Path) -> None:
-    options = ["-m", "shardsum", "train", "--train.steps", "2", "--model.layers", "1", "--train.sequence_length", "300"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    root = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "2"}
-    lines = []
-    for prefix, name in (([], "alone"), (launcher, "together")):
-        command = [sys.executable, *prefix, *options, "--folder", name]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
-        lines.append(re.findall(r"^hash [0-9a-f]{64}$", done.stdout, re.MULTILINE))
-    assert len(lines[0]) == 1
-    assert lines[0] == lines[1]
+def test_torchrun_prints_the_hash_of_a_lone_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["train", "--train.steps", "2", "--model.layers", "1", "--train.sequence_length", "300"]
+    assert cli.main([*options, "--folder", str(tmp_path / "alone")]) == 0
+    alone = capsys.readouterr().out
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "shardsum"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, *launcher, *options, "--folder", "together"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    hashes = [re.findall(r"^hash [0-9a-f]{64}$", out, re.MULTILINE) for out in (alone, done.stdout)]
+    assert len(hashes[0]) == 1
+    assert hashes[0] == hashes[1]
