@@ -92,6 +92,15 @@ def default_archs() -> tuple[str, ...]:
     return tuple(a.strip().replace(".", "") for a in chosen.split(","))
 
 
+def cuda_absence() -> str:
+    """Why a build here has no CUDA part, if it has none."""
+    if not default_archs():
+        return "SHARDSUM_CUDA_ARCHS asks for none"
+    if find_toolkit() is None:
+        return "no CUDA toolkit with nvcc, headers and static runtime is found (CUDA_HOME, /usr/local/cuda, PATH)"
+    return "it was built without one"
+
+
 def built_from(library: Path) -> tuple[str, tuple[str, ...]]:
     """The source hash and CUDA architectures recorded in a built library; ("", ()) if there are none."""
     data = library.read_bytes()
@@ -199,7 +208,7 @@ def _recipe(archs: tuple[str, ...]) -> Recipe:
         raise RuntimeError("no C++ compiler was found (g++ on PATH, or CXX) to build the native library with")
     sources = source_folder()
     toolkit = find_toolkit() if archs and list(sources.glob("cuda/*.cu")) else None
-    archs = archs if toolkit else ()
+    archs = _known_archs(toolkit, archs) if toolkit else ()
     nvcc_version = _output([str(toolkit.nvcc), "--version"]) if toolkit else ""
     version = _output([compiler, "--version"])
     return Recipe(sources, source_hash(), compiler, version, toolkit, nvcc_version, archs)
@@ -210,6 +219,14 @@ def _output(command: list[str]) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise RuntimeError(f"{shlex.join(command)} does not run: {error}") from error
+
+
+def _known_archs(toolkit: Toolkit, archs: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the default architectures those that this nvcc knows; what was asked for by name is left to nvcc."""
+    if archs != DEFAULT_ARCHS:
+        return archs
+    known = _output([str(toolkit.nvcc), "--list-gpu-arch"]).split()
+    return tuple(a for a in archs if f"compute_{a}" in known)
 
 
 def _gencode(archs: tuple[str, ...]) -> list[str]:

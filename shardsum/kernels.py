@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference
+from . import native, reference
 
 _library = torch.library.Library("shardsum", "FRAGMENT")
 _TAIL = "bool mean, float? scale, bool accumulate) -> ()"
@@ -37,6 +37,7 @@ for _schema in (
 def _sum_rows(
     out: Tensor, rows: list[Tensor], starts: list[int], mean: bool, scale: float | None, accumulate: bool
 ) -> None:
+    native.note_fallback(out.device)
     previous = out if accumulate else None
     op = "mean" if mean else "sum"
     out.copy_(
@@ -75,6 +76,7 @@ def _sum_masked(out: Tensor, x: Tensor, mask: Tensor, mean: bool, scale: float |
     if mask.dtype != torch.bool:
         shifts = torch.arange(32, device=mask.device, dtype=torch.int32)
         mask = ((mask[..., None] >> shifts) & 1).flatten(1)[:, : x.shape[1]].to(torch.bool)
+    native.note_fallback(out.device)
     previous = out if accumulate else None
     op = "mean" if mean else "sum"
     out.copy_(reference.masked_sum(x, mask, op=op, scale=scale, out_dtype=out.dtype, previous=previous))

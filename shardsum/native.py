@@ -16,6 +16,7 @@ released when a building process dies.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import threading
 import warnings
@@ -94,6 +95,30 @@ def limit_cpu_isa(name: str | None) -> str:
     return _limit_cpu_isa(library, name)
 
 
+def note_fallback(device: torch.device) -> None:
+    """Called by the plain-torch operators: CUDA tensors that reach them past a loaded library deserve a word.
+
+    Warns once that they run in plain torch and why.
+
+    Raises:
+        RuntimeError: ``SHARDSUM_BACKEND=native`` does not allow that.
+    """
+    if device.type != "cuda" or _status is None or _status.backend != "native":
+        return
+    if os.environ.get("SHARDSUM_BACKEND") == "native":
+        raise RuntimeError(f"SHARDSUM_BACKEND=native, but the library has no CUDA kernel: {_status.reason}")
+    _warn_of_fallback(_status.reason)
+
+
+@functools.cache
+def _warn_of_fallback(reason: str) -> None:
+    warnings.warn(
+        f"shardsum sums CUDA tensors in plain torch (the same bits, slower), CPU tensors natively: {reason}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
 def _load_once() -> None:
     global _status
     with _lock:
@@ -123,6 +148,8 @@ def _load_library() -> Status:
     path, reason = _find()
     torch.ops.load_library(str(path))
     has_cuda = bool(ctypes.CDLL(str(path)).shardsum_has_cuda())
+    if torch.version.cuda and not has_cuda:
+        reason += f"; without a CUDA part: {building.cuda_absence()}"
     return Status("native", path, has_cuda, _limit_cpu_isa(path, None), reason)
 
 

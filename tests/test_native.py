@@ -258,6 +258,24 @@ def test_an_unwritable_cache_is_named(tmp_path, tiny):
     assert len(seen["warnings"]) == 1 and "set SHARDSUM_CACHE" in seen["warnings"][0]
 
 
+def fall_back(device: str) -> list[str]:
+    native.load()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            native.note_fallback(torch.device(device))
+    return [str(w.message) for w in caught]
+
+
+def test_cuda_tensors_without_a_cuda_kernel_are_mentioned_once(library):
+    environment = {"SHARDSUM_BACKEND": "auto", "SHARDSUM_CACHE": str(library.parent)}
+    assert run(environment, fall_back, "cpu") == []
+    seen = run(environment, fall_back, "cuda")
+    assert len(seen) == 1 and "CUDA tensors in plain torch" in seen[0]
+    with pytest.raises(AssertionError, match="RuntimeError: SHARDSUM_BACKEND=native, but the library has no CUDA"):
+        run({**environment, "SHARDSUM_BACKEND": "native"}, fall_back, "cuda")
+
+
 def compile_with_load() -> bool:
     def step(x: torch.Tensor) -> torch.Tensor:
         native.load()
