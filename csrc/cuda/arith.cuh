@@ -154,6 +154,7 @@ __device__ inline Raw<T> load_any(const void* vector, int lo, int hi) {
 struct Epilogue {
   void* out;
   DType out_dtype;
+  bool plain;  // none of the following
   bool mean, has_scale, accumulate;
   double scale;
   // Sums of several launches: accumulators and counts of contributions travel between them unrounded.
@@ -189,14 +190,14 @@ __device__ inline Out round_to(int64_t v) {
 template <typename Out, typename A, int V>
 __device__ inline void store(const Epilogue& e, int64_t i, int num, A (&acc)[V]) {
   Out* out = static_cast<Out*>(e.out) + i;
-  if (e.accumulate) {
+  if (!e.plain && e.accumulate) {
 #pragma unroll
     for (int j = 0; j < V; ++j)
       if (j < num) acc[j] = add(to_acc(out[j]), acc[j]);
   }
   constexpr int kBytes = V * int(sizeof(Out));
   constexpr int kPiece = kBytes < 16 ? kBytes : 16;
-  if (num == V && reinterpret_cast<uintptr_t>(out) % kPiece == 0) {
+  if (V > 1 && num == V && reinterpret_cast<uintptr_t>(out) % kPiece == 0) {
     alignas(16) Out values[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) values[j] = round_to<Out>(acc[j]);
@@ -218,17 +219,16 @@ __device__ inline void store(const Epilogue& e, int64_t i, int num, A (&acc)[V])
 template <typename A, int V>
 __device__ inline void begin_sum(const Epilogue& e, int64_t i, int num, A (&acc)[V]) {
 #pragma unroll
-  for (int j = 0; j < V; ++j) acc[j] = e.carry_in && j < num ? static_cast<const A*>(e.carry)[i + j] : A(0);
+  for (int j = 0; j < V; ++j) acc[j] = !e.plain && e.carry_in && j < num ? static_cast<const A*>(e.carry)[i + j] : A(0);
 }
 
-// Divide, scale, accumulate, round, store: the elements [i, i + num), count[j] of them contributions (only read where
-// it matters).
+// Divide and scale. False where the sum goes on in another launch and was put away for it.
 template <typename A, int V>
-__device__ inline void finish(const Epilogue& e, int64_t i, int num, A (&acc)[V], int (&count)[V]) {
-  if (e.mean) {
+__device__ inline bool combine(const Epilogue& e, int64_t i, int num, A (&acc)[V], int (&count)[V]) {
+  if (e.mean && e.carry_in) {
 #pragma unroll
     for (int j = 0; j < V; ++j)
-      if (e.carry_in && j < num) count[j] += e.carry_count[i + j];
+      if (j < num) count[j] += e.carry_count[i + j];
   }
   if (e.carry_out) {
 #pragma unroll
@@ -236,7 +236,7 @@ __device__ inline void finish(const Epilogue& e, int64_t i, int num, A (&acc)[V]
       if (j < num) static_cast<A*>(e.carry)[i + j] = acc[j];
       if (j < num && e.mean) e.carry_count[i + j] = count[j];
     }
-    return;
+    return false;
   }
   if (e.mean) {
 #pragma unroll
@@ -246,6 +246,13 @@ __device__ inline void finish(const Epilogue& e, int64_t i, int num, A (&acc)[V]
 #pragma unroll
     for (int j = 0; j < V; ++j) acc[j] = multiply(acc[j], e.scale);
   }
+  return true;
+}
+
+// Divide, scale, accumulate, round, store: the elements [i, i + num), count[j] of them contributions.
+template <typename A, int V>
+__device__ inline void finish(const Epilogue& e, int64_t i, int num, A (&acc)[V], int (&count)[V]) {
+  if (!e.plain && !combine(e, i, num, acc, count)) return;
   if constexpr (std::is_same_v<A, float>) {
     if (e.out_dtype == DType::kFloat32) store<float>(e, i, num, acc);
     else if (e.out_dtype == DType::kBFloat16) store<__nv_bfloat16>(e, i, num, acc);

@@ -25,6 +25,7 @@ inline Epilogue make_epilogue(const SumArgs& a) {
   e.has_scale = a.finish.has_scale;
   e.accumulate = a.finish.accumulate;
   e.scale = a.finish.scale;
+  e.plain = !(e.mean || e.has_scale || e.accumulate);
   return e;
 }
 

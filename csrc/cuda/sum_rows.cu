@@ -2,10 +2,14 @@
 #include <algorithm>
 
 #include "launch.h"
+#include "sum_few_rows.cuh"
 #include "sum_rows.cuh"
 
 namespace shardsum {
 namespace {
+
+// Outputs up to these sizes are latency-bound: one thread per vector (per element) and row bounds as plain arguments.
+constexpr int64_t kFewElements = 1 << 20, kOneElementAThread = 1 << 15;
 
 Epilogue make_epilogue(const SumArgs& a, void* workspace) {
   Epilogue e = make_epilogue(a);
@@ -31,6 +35,28 @@ int launch(RowsParams& p, int num_sms, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+template <typename T, bool kAligned, int ROWS>
+int launch_few(const SumArgs& a, const Row* rows, cudaStream_t stream) {
+  constexpr int kUnit = kAligned ? kVec<T> : 1, kBytes = kUnit * int(sizeof(T));
+  FewRowsParams<ROWS> p{};
+  p.epilogue = make_epilogue(a);
+  p.num_units = int(a.size * a.width / kUnit);
+  for (int r = 0; r < a.num_rows; ++r) {
+    p.begin[r] = int(rows[r].begin / kUnit);
+    p.length[r] = int((rows[r].end - rows[r].begin) / kUnit);
+    p.origin[r] = static_cast<const char*>(rows[r].data) - int64_t(p.begin[r]) * kBytes;
+  }
+  const int threads = p.num_units <= 32 ? 32 : p.num_units <= 64 ? 64 : 128;
+  const int blocks = (p.num_units + threads - 1) / threads;
+  sum_few_rows_kernel<T, kAligned, ROWS><<<blocks, threads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <typename T, bool kAligned>
+int launch_few(const SumArgs& a, const Row* rows, cudaStream_t stream) {
+  return a.num_rows <= 4 ? launch_few<T, kAligned, 4>(a, rows, stream) : launch_few<T, kAligned, 8>(a, rows, stream);
+}
+
 // Calls fill(first_row, num_rows, p) before each launch of up to kMaxRows rows.
 template <typename Fill>
 int launch_all(const SumArgs& a, bool aligned, void* workspace, cudaStream_t stream, Fill&& fill) {
@@ -54,6 +80,7 @@ int launch_all(const SumArgs& a, bool aligned, void* workspace, cudaStream_t str
       p.epilogue.carry_in = row > 0;
       row += p.num_rows;
       p.epilogue.carry_out = row < a.num_rows;
+      if (a.num_rows > kMaxRows) p.epilogue.plain = false;
       int error;
       if constexpr (kHot) error = unit > 1 ? launch<T, true>(p, num_sms, stream) : launch<T, false>(p, num_sms, stream);
       else error = launch<T, false>(p, num_sms, stream);
@@ -78,6 +105,14 @@ int sum_rows_cuda(const SumArgs& a, const Row* rows, void* workspace, void* stre
   for (int64_t r = 0; r < a.num_rows && aligned; ++r)
     aligned = rows[r].begin == rows[r].end ||
               (rows[r].begin % vec == 0 && rows[r].end % vec == 0 && is_multiple(rows[r].data, vec * bytes));
+  if (a.num_rows <= kFewRows && total <= kFewElements) {
+    return dispatch(a.in_dtype, [&](auto type) -> int {
+      using T = typename decltype(type)::type;
+      if constexpr (accumulates_in_float_v<T>)
+        if (aligned && total > kOneElementAThread) return launch_few<T, true>(a, rows, static_cast<cudaStream_t>(stream));
+      return launch_few<T, false>(a, rows, static_cast<cudaStream_t>(stream));
+    });
+  }
   return launch_all(a, aligned, workspace, static_cast<cudaStream_t>(stream),
                     [&](int64_t first, int64_t unit, RowsParams& p) {
                       for (int r = 0; r < p.num_rows; ++r) {

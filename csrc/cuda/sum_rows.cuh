@@ -162,14 +162,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM) sum_rows_kernel(const 
     const int64_t first = tile * tile_units;
     const int tile_len = int(min(int64_t(tile_units), p.num_units - first));
     const int n = list_rows(rows, p.num_rows, first, tile_len, kUnitBytes, list);
-    if constexpr (kAligned) {
-      if (n > 4) sum_tile<T, true, 8, 1>(p, list, n, first, tile_len);
-      else if (n > 2) sum_tile<T, true, 4, 2>(p, list, n, first, tile_len);
-      else sum_tile<T, true, 2, 4>(p, list, n, first, tile_len);
-    } else {
-      if (n > 2) sum_tile<T, false, 4, 1>(p, list, n, first, tile_len);
-      else sum_tile<T, false, 2, 2>(p, list, n, first, tile_len);
-    }
+    constexpr int kLoads = kAligned ? kBatch : kBatch / 2;
+    if (n > kLoads / 2) sum_tile<T, kAligned, kLoads, 1>(p, list, n, first, tile_len);
+    else if (n > kLoads / 4) sum_tile<T, kAligned, kLoads / 2, 2>(p, list, n, first, tile_len);
+    else sum_tile<T, kAligned, kLoads / 4, 4>(p, list, n, first, tile_len);
     __syncwarp();
   }
 }
