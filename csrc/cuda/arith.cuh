@@ -186,6 +186,23 @@ __device__ inline Out round_to(int64_t v) {
   return v;
 }
 
+// A whole aligned vector of results.
+template <typename Out, typename A, int V>
+__device__ inline void store_vector(Out* out, const A (&acc)[V]) {
+  constexpr int kBytes = V * int(sizeof(Out));
+  constexpr int kPiece = kBytes < 16 ? kBytes : 16;
+  alignas(16) Out values[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) values[j] = round_to<Out>(acc[j]);
+#pragma unroll
+  for (int b = 0; b < kBytes; b += kPiece) {
+    char* to = reinterpret_cast<char*>(out) + b;
+    const char* from = reinterpret_cast<const char*>(values) + b;
+    if constexpr (kPiece == 16) __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(from));
+    else __stcs(reinterpret_cast<uint2*>(to), *reinterpret_cast<const uint2*>(from));
+  }
+}
+
 // The elements [i, i + num) of the output, num <= V. Whole vectors go out in 16-byte pieces where aligned.
 template <typename Out, typename A, int V>
 __device__ inline void store(const Epilogue& e, int64_t i, int num, A (&acc)[V]) {
@@ -195,19 +212,9 @@ __device__ inline void store(const Epilogue& e, int64_t i, int num, A (&acc)[V])
     for (int j = 0; j < V; ++j)
       if (j < num) acc[j] = add(to_acc(out[j]), acc[j]);
   }
-  constexpr int kBytes = V * int(sizeof(Out));
-  constexpr int kPiece = kBytes < 16 ? kBytes : 16;
+  constexpr int kPiece = V * int(sizeof(Out)) < 16 ? V * int(sizeof(Out)) : 16;
   if (V > 1 && num == V && reinterpret_cast<uintptr_t>(out) % kPiece == 0) {
-    alignas(16) Out values[V];
-#pragma unroll
-    for (int j = 0; j < V; ++j) values[j] = round_to<Out>(acc[j]);
-#pragma unroll
-    for (int b = 0; b < kBytes; b += kPiece) {
-      char* to = reinterpret_cast<char*>(out) + b;
-      const char* from = reinterpret_cast<const char*>(values) + b;
-      if constexpr (kPiece == 16) __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(from));
-      else __stcs(reinterpret_cast<uint2*>(to), *reinterpret_cast<const uint2*>(from));
-    }
+    store_vector(out, acc);
   } else {
 #pragma unroll
     for (int j = 0; j < V; ++j)
@@ -215,11 +222,13 @@ __device__ inline void store(const Epilogue& e, int64_t i, int num, A (&acc)[V])
   }
 }
 
-// Where an accumulator starts: +0.0, or what the previous launch left.
+// Where an accumulator starts (it is +0.0 already): goes on from what the previous launch left.
 template <typename A, int V>
 __device__ inline void begin_sum(const Epilogue& e, int64_t i, int num, A (&acc)[V]) {
+  if (!e.carry_in) return;
 #pragma unroll
-  for (int j = 0; j < V; ++j) acc[j] = !e.plain && e.carry_in && j < num ? static_cast<const A*>(e.carry)[i + j] : A(0);
+  for (int j = 0; j < V; ++j)
+    if (j < num) acc[j] = static_cast<const A*>(e.carry)[i + j];
 }
 
 // Divide and scale. False where the sum goes on in another launch and was put away for it.

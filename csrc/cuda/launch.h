@@ -17,15 +17,26 @@ inline int64_t vector_elements(DType t) { return dtype_bytes(t) > 1 ? 16 / dtype
 
 inline bool is_multiple(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
-inline Epilogue make_epilogue(const SumArgs& a) {
+// Nothing but the sum, in the rows' own dtype.
+inline bool is_plain(const SumArgs& a) {
+  return a.in_dtype == a.out_dtype && !(a.finish.mean || a.finish.has_scale || a.finish.accumulate);
+}
+
+// For a launch whose output begins at element `first`. `workspace` holds accumulators, then counts (mean only).
+inline Epilogue make_epilogue(const SumArgs& a, int64_t first = 0, void* workspace = nullptr) {
   Epilogue e{};
-  e.out = a.out;
+  e.out = static_cast<char*>(a.out) + first * dtype_bytes(a.out_dtype);
   e.out_dtype = a.out_dtype;
   e.mean = a.finish.mean;
   e.has_scale = a.finish.has_scale;
   e.accumulate = a.finish.accumulate;
   e.scale = a.finish.scale;
   e.plain = !(e.mean || e.has_scale || e.accumulate);
+  if (workspace != nullptr) {
+    const int64_t bytes = accumulates_in_float(a.in_dtype) ? 4 : 8;
+    e.carry = static_cast<char*>(workspace) + first * bytes;
+    if (e.mean) e.carry_count = reinterpret_cast<int32_t*>(static_cast<char*>(workspace) + a.size * a.width * bytes) + first;
+  }
   return e;
 }
 
