@@ -90,7 +90,8 @@ for _name, _fallback in (
 ):
     _library.impl(_name, _fallback, "CompositeExplicitAutograd")
 
-sum_rows = torch.ops.shardsum.sum_rows.default
-sum_padded = torch.ops.shardsum.sum_padded.default
-sum_padded_device = torch.ops.shardsum.sum_padded_device.default
-sum_masked = torch.ops.shardsum.sum_masked.default
+# OpOverload.__call__ only forwards to _op, and costs a tenth of a small call.
+sum_rows = torch.ops.shardsum.sum_rows.default._op
+sum_padded = torch.ops.shardsum.sum_padded.default._op
+sum_padded_device = torch.ops.shardsum.sum_padded_device.default._op
+sum_masked = torch.ops.shardsum.sum_masked.default._op
