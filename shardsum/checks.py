@@ -11,8 +11,7 @@ from torch import Tensor
 
 _MAX_POSITIONS = 1 << 48  # rows of a tensor; far beyond memory, far below overflow
 _INDEX_DTYPES = (torch.int32, torch.int64)
-_NARROW_MAX_POSITIONS = 1 << 48  # rows of a tensor; far beyond memory, far below overflow
-_INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16)
+_NARROW_INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16)
 
 
 def describe(value: Any) -> str:
