@@ -1,0 +1,217 @@
+// The operators of shardsum/transports/peer.py: one call of a prepared plan over peer memory (CUDA only).
+//
+// A plan is a CPU int64 tensor that Python fills in the order in which `read_plan` reads it: everything about a call but
+// its tensors and the bounds of its rows. Word 0 is a version, word 1 says whether the plan has run before.
+#ifdef SHARDSUM_WITH_CUDA
+#include <torch/csrc/stable/accelerator.h>
+
+#include "boxed.h"
+#include "peer.h"
+
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+namespace shardsum {
+namespace {
+
+constexpr int64_t kPlanVersion = 1;
+
+// Reads a plan word by word.
+class Words {
+ public:
+  explicit Words(const TensorView& plan)
+      : next_(static_cast<const int64_t*>(plan.data())), end_(next_ + plan.size(0)) {}
+  int64_t take() {
+    STD_TORCH_CHECK(next_ < end_, "shardsum: the plan is too short");
+    return *next_++;
+  }
+  template <class T>
+  void take(T& to) {
+    to = static_cast<T>(take());
+  }
+  template <class T>
+  void take_pointer(T& to) {
+    to = reinterpret_cast<T>(take());
+  }
+  bool at_end() const { return next_ == end_; }
+
+ private:
+  const int64_t* next_;
+  const int64_t* end_;
+};
+
+struct Plan {
+  PeerCall call{};
+  PeerHost* host;
+  bool warm;
+  int64_t chunk_elements;
+};
+
+double as_double(int64_t bits) {
+  double value;
+  static_assert(sizeof(value) == sizeof(bits));
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+void read_shape(Words& w, PeerCall& c) {
+  int64_t dtype = 0;
+  w.take(dtype), c.in_dtype = static_cast<DType>(dtype);
+  w.take(dtype), c.out_dtype = static_cast<DType>(dtype);
+  w.take(c.in_bytes), w.take(c.out_bytes);
+  w.take(c.move), w.take(c.two_shot), w.take(c.mean), w.take(c.has_scale);
+  c.scale = as_double(w.take());
+  w.take(c.size), w.take(c.width);
+}
+
+void read_tiles(Words& w, PeerCall& c) {
+  w.take(c.tile_elements), w.take(c.stretch_elements), w.take(c.stretches_per_tile), w.take(c.warp_columns);
+  w.take(c.tiles_per_piece), w.take(c.num_blocks), w.take(c.max_blocks), w.take(c.num_threads);
+  w.take(c.producer_warps);
+}
+
+void read_memory(Words& w, PeerCall& c) {
+  w.take(c.stages_at), w.take(c.abort_at), w.take(c.staging_at), w.take(c.reduced_at);
+  w.take(c.staging_bytes), w.take(c.row_bytes), w.take(c.reduced_bytes);
+  w.take_pointer(c.control), w.take_pointer(c.failure), w.take_pointer(c.buffers);
+  w.take(c.timeout_ns);
+}
+
+void read_members(Words& w, PeerCall& c) {
+  w.take(c.flag_ranks), w.take(c.num_ranks), w.take(c.num_processes), w.take(c.process), w.take(c.num_sources);
+  w.take(c.num_outputs);
+  STD_TORCH_CHECK(c.num_ranks <= kPeerMaxRanks && c.num_processes <= kPeerMaxRanks, "shardsum: too many ranks");
+  STD_TORCH_CHECK(c.num_sources <= kPeerMaxHosted && c.num_outputs <= kPeerMaxHosted, "shardsum: too many rows");
+  for (int g = 0; g < c.num_processes; ++g) w.take_pointer(c.base[g]);
+  for (int r = 0; r < c.num_ranks; ++r) w.take(c.owner[r]), w.take(c.slot[r]);
+  for (int i = 0; i < c.num_sources; ++i) {
+    PeerSource& s = c.sources[i];
+    w.take(s.rank), w.take(s.need_begin), w.take(s.need_end);
+  }
+  for (int q = 0; q < c.num_outputs; ++q) w.take(c.outputs[q].begin), w.take(c.outputs[q].end);
+}
+
+Plan read_plan(const TensorView& tensor) {
+  Plan plan;
+  Words w(tensor);
+  STD_TORCH_CHECK(w.take() == kPlanVersion, "shardsum: this plan is of another version of the library");
+  w.take(plan.warm);
+  w.take_pointer(plan.host);
+  w.take(plan.chunk_elements);
+  read_shape(w, plan.call);
+  read_tiles(w, plan.call);
+  read_memory(w, plan.call);
+  read_members(w, plan.call);
+  STD_TORCH_CHECK(w.at_end(), "shardsum: the plan is too long");
+  return plan;
+}
+
+// The symmetric buffer that the row lies in, where peers can read it in whole vectors.
+void find_buffer(const PeerCall& c, const PeerHost& host, PeerSource& s) {
+  const auto address = reinterpret_cast<int64_t>(s.data);
+  const int64_t position = c.width * c.in_bytes, begin = s.start * position;
+  const int64_t last = static_cast<int64_t>(s.start) + s.length, end = (last < c.size ? last : c.size) * position;
+  const bool whole = c.device_lengths ? (address | position) % 16 == 0 : (address | begin | end) % 16 == 0;
+  for (int64_t i = 0; whole && i < host.num_buffers; ++i) {
+    const auto& buffer = host.buffers[i];
+    if (address < buffer.begin || address + s.capacity * position > buffer.end) continue;
+    if ((address - buffer.begin) / 16 > int64_t{0xffffffff}) continue;
+    s.buffer = static_cast<uint32_t>(i + 1);
+    s.offset = static_cast<uint32_t>((address - buffer.begin) / 16);
+  }
+}
+
+int64_t bytes_from(const TensorView& tensor, int64_t leading) {
+  return tensor.width(leading) * static_cast<int64_t>(aoti_torch_dtype_element_size(tensor.dtype_code()));
+}
+
+void set_source(PeerCall& c, const PeerHost& host, int i, const TensorView& shard, int64_t start, int64_t length) {
+  PeerSource& s = c.sources[i];
+  STD_TORCH_CHECK(shard.dim() >= 1 && shard.is_contiguous() && bytes_from(shard, 1) == c.width * c.in_bytes,
+                  "shardsum: shard ", i, " does not fit the plan");
+  STD_TORCH_CHECK(start >= 0 && length >= 0 && length <= shard.size(0), "shardsum: bounds of shard ", i);
+  s.data = shard.data();
+  s.start = static_cast<uint32_t>(start);
+  s.length = static_cast<uint32_t>(length);
+  s.capacity = static_cast<uint32_t>(shard.size(0));
+  find_buffer(c, host, s);
+  c.stages |= s.buffer == 0;
+}
+
+void set_output(PeerCall& c, int q, const TensorView& out) {
+  const int64_t length = int64_t{c.outputs[q].end} - c.outputs[q].begin;
+  STD_TORCH_CHECK(out.is_contiguous() && bytes_from(out, 0) == length * c.width * c.out_bytes,
+                  "shardsum: output ", q, " does not fit the plan");
+  c.outputs[q].data = out.mutable_data();
+}
+
+void enqueue(Plan& plan, const TensorView& device_of, const TensorView& tensor) {
+  STD_TORCH_CHECK(plan.call.failure->kind == 0, "shardsum: the peer transport of this group has failed");
+  const int32_t device = device_of.device_index();
+  int32_t current = -1;
+  check(aoti_torch_get_current_device_index(&current), "current device");
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;
+  if (current != device) guard.emplace(device);
+  void* stream = nullptr;
+  check(aoti_torch_get_current_cuda_stream(device, &stream), "current CUDA stream");
+  const int error = peer_enqueue(plan.call, plan.chunk_elements, plan.warm, *plan.host, stream);
+  STD_TORCH_CHECK(error != kPeerNotWarm,
+                  "shardsum: a call over peer memory can be captured in a CUDA graph once it has run before with the "
+                  "same signature, on every process; make one eager call first");
+  STD_TORCH_CHECK(error == 0, "shardsum: CUDA error ", error, " at a launch over peer memory");
+  static_cast<int64_t*>(tensor.mutable_data())[1] = 1;
+}
+
+// peer_run_one(Tensor(a!) out, Tensor shard, int start, int length, Tensor plan)
+void peer_run_one(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg out(stack[0]), shard(stack[1]), tensor(stack[4]);
+  Plan plan = read_plan(tensor.view());
+  STD_TORCH_CHECK(plan.call.num_sources == 1 && plan.call.num_outputs == 1, "shardsum: the plan has several rows");
+  set_source(plan.call, *plan.host, 0, shard.view(), torch::stable::detail::to<int64_t>(stack[2]),
+             torch::stable::detail::to<int64_t>(stack[3]));
+  set_output(plan.call, 0, out.view());
+  enqueue(plan, out.view(), tensor.view());
+}
+
+const void* device_bounds(const std::optional<TensorArg>& values, PeerCall& c) {
+  if (!values) return nullptr;
+  const TensorView view = values->view();
+  const int32_t code = view.dtype_code();
+  c.index64 = code == aoti_torch_dtype_int64();
+  STD_TORCH_CHECK(c.index64 || code == aoti_torch_dtype_int32(), "shardsum: lengths are neither int32 nor int64");
+  STD_TORCH_CHECK(view.is_contiguous() && view.width(0) == c.num_sources, "shardsum: one length a shard");
+  STD_TORCH_CHECK(view.device_type() == aoti_torch_device_type_cuda(), "shardsum: lengths are not on the device");
+  return view.data();
+}
+
+// peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, Tensor plan)
+// bounds: start and length of each shard; ignored where lengths is given (starts: None means 0, else lengths' dtype).
+void peer_run(StableIValue* stack, uint64_t, uint64_t) {
+  TensorListArg outs(stack[0]), shards(stack[1]);
+  IntListArg bounds(stack[2]);
+  std::optional<TensorArg> starts, lengths;
+  if (const auto handle = take_optional(stack[3])) starts.emplace(*handle);
+  if (const auto handle = take_optional(stack[4])) lengths.emplace(*handle);
+  const TensorArg tensor(stack[5]);
+  Plan plan = read_plan(tensor.view());
+  PeerCall& c = plan.call;
+  STD_TORCH_CHECK(shards.size() == c.num_sources && outs.size() == c.num_outputs, "shardsum: the plan has other rows");
+  c.device_starts = device_bounds(starts, c);
+  c.device_lengths = device_bounds(lengths, c);
+  STD_TORCH_CHECK(c.device_lengths || bounds.size() == 2 * c.num_sources, "shardsum: start and length of each shard");
+  for (int i = 0; i < c.num_sources; ++i) {
+    const bool on_device = c.device_lengths != nullptr;
+    set_source(c, *plan.host, i, shards[i], on_device ? 0 : bounds[2 * i], on_device ? 0 : bounds[2 * i + 1]);
+  }
+  for (int q = 0; q < c.num_outputs; ++q) set_output(c, q, outs[q]);
+  enqueue(plan, shards[0], tensor.view());
+}
+
+}  // namespace
+}  // namespace shardsum
+
+STABLE_TORCH_LIBRARY_IMPL(shardsum, CUDA, m) {
+  if (aoti_torch_get_current_cuda_stream == nullptr) return;
+  m.impl("peer_run_one", &shardsum::peer_run_one);
+  m.impl("peer_run", &shardsum::peer_run);
+}
+#endif

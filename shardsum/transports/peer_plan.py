@@ -1,0 +1,233 @@
+"""The arithmetic of the peer transport: memory layout, tile map, chunks, one- or two-shot. No tensors, no GPU.
+
+Everything here is computed by every process from values that all share, so that all launch the same grid over the same
+tiles. Counts are elements unless a name says bytes; an "element" of a movement is a byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..layout import ExchangePlan, Interval, intersect, length
+
+MAX_RANKS = 64  # kPeerMaxRanks
+MAX_HOSTED = 32  # kPeerMaxHosted
+_WARP = 32
+_FLAG_BYTES = 32  # sizeof(RowFlag), sizeof(StageFlag)
+
+
+def round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Launch shapes and switch points, measured on H200; every process must use the same. docs/peer.md says how.
+
+    Attributes:
+        threads: of a block, a multiple of 32 from 96 to 256.
+        blocks: the most of a launch. Also limited by the smallest GPU's multiprocessors: half of what can be resident.
+        producer_warps: warps of a block that copy in later pieces while the others read.
+        small_bytes: rows up to this size are copied and signalled as one piece.
+        two_shot_bytes: by number of processes, how many bytes a two-shot must save on the busiest link to pay for its
+            second round of signals. Key 0 holds for every other number.
+    """
+
+    threads: int = 256
+    blocks: int = 128
+    producer_warps: int = 2
+    small_bytes: int = 2 << 20
+    two_shot_bytes: Mapping[int, int] = field(default_factory=lambda: {0: 1_600_000})
+
+    def __post_init__(self) -> None:
+        if self.threads % _WARP or not 96 <= self.threads <= 256:
+            raise ValueError(f"threads: {self.threads} is not a multiple of 32 from 96 to 256")
+        if not 1 <= self.producer_warps < self.threads // _WARP:
+            raise ValueError(f"producer_warps: {self.producer_warps} of {self.threads // _WARP} leave no reader")
+        if 0 not in self.two_shot_bytes or not 1 <= self.blocks <= 255:
+            raise ValueError("two_shot_bytes needs the key 0, and blocks lie in 1..255")
+
+    def pays_two_shot(self, world_size: int, saved_bytes: int) -> bool:
+        return saved_bytes > self.two_shot_bytes.get(world_size, self.two_shot_bytes[0])
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """Offsets in the symmetric block of every process (csrc/peer.h). ``staging_bytes``: for the rows of one process."""
+
+    num_ranks: int
+    world_size: int
+    max_blocks: int
+    rows_per_process: int
+    staging_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """A row's slot: its share, and room for whole vectors at both ends."""
+        return round_up(self.staging_bytes // self.rows_per_process, 256) + 256
+
+    @property
+    def slots_bytes(self) -> int:
+        return self.row_bytes * self.rows_per_process
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Two-shot: one process's part of a result twice as wide as the largest row."""
+        return round_up(2 * self.row_bytes // self.world_size, 256) + (1 << 20)
+
+    @property
+    def stages_at(self) -> int:
+        return 2 * self.max_blocks * self.num_ranks * _FLAG_BYTES
+
+    @property
+    def abort_at(self) -> int:
+        return self.stages_at + 2 * self.max_blocks * self.world_size * _FLAG_BYTES
+
+    @property
+    def staging_at(self) -> int:
+        return round_up(self.abort_at + 8, 256)
+
+    @property
+    def reduced_at(self) -> int:
+        return self.staging_at + 2 * self.slots_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.reduced_at + 2 * self.reduced_bytes
+
+
+@dataclass(frozen=True)
+class TileMap:
+    """How a chunk is cut: tile t belongs to block ``t % blocks``, whose j-th tile is in piece ``j // tiles_per_piece``.
+
+    A stretch (``columns`` vectors a lane of one warp) is what a warp takes at a time. In a two-shot the stretches of a
+    tile are dealt to the processes in equal parts.
+    """
+
+    stretch: int
+    stretches_per_tile: int
+    columns: int
+    tiles_per_piece: int
+    blocks: int
+
+    @property
+    def tile(self) -> int:
+        return self.stretch * self.stretches_per_tile
+
+    def tiles(self, chunk: int) -> int:
+        return -(-chunk // self.tile)
+
+    def pieces(self, chunk: int) -> int:
+        return -(-self.tiles(chunk) // (self.blocks * self.tiles_per_piece))
+
+    def block_and_piece(self, tile: int) -> tuple[int, int]:
+        return tile % self.blocks, tile // self.blocks // self.tiles_per_piece
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a call moves, as all processes know it.
+
+    Attributes:
+        size, width: positions and elements of one.
+        extent: positions that one process reads at most.
+        longest: positions that one row holds at most.
+        in_bytes, out_bytes: of an element.
+        move: bytes are copied, not summed.
+        replicated: every process gets the whole result.
+    """
+
+    size: int
+    width: int
+    extent: int
+    longest: int
+    in_bytes: int
+    out_bytes: int
+    move: bool
+    replicated: bool
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a message is launched: chunk by chunk (elements), each over the same tile map."""
+
+    tiles: TileMap
+    chunk: int
+    two_shot: bool
+
+    def launches(self, message: Message) -> int:
+        return -(-message.size * message.width // self.chunk)
+
+
+def describe_message(plan: ExchangePlan, width: int, in_bytes: int, out_bytes: int, move: bool) -> Message:
+    """The message of one exchange; a replicated one does not depend on the plan's sources."""
+    replicated = is_replicated(plan)
+    size = plan.sinks[0][1] if replicated else max(end for _, end in (*plan.sinks, *plan.sources))
+    if size >= 1 << 31:
+        raise ValueError(f"size: {size} positions are more than the peer transport can count")
+    extent = size if replicated else max(sum(map(length, plan.wanted(g))) for g in range(plan.world_size))
+    longest = size if replicated else max(map(length, plan.sources))
+    if move:
+        width, in_bytes, out_bytes = width * in_bytes, 1, 1
+    return Message(size, width, extent, longest, in_bytes, out_bytes, move, replicated)
+
+
+def is_replicated(plan: ExchangePlan) -> bool:
+    """Every process wants the same single interval from 0."""
+    first = plan.sinks[0]
+    return first[0] == 0 and set(plan.sinks) == {first} and plan.sink_owners == tuple(range(plan.world_size))
+
+
+def needed(plan: ExchangePlan, source: int, interval: Interval) -> Interval:
+    """The hull of the positions of ``interval`` that processes other than the source's owner read."""
+    others = [b for b in range(plan.world_size) if b != plan.source_owners[source]]
+    parts = [intersect(interval, wanted) for b in others for wanted in plan.wanted(b)]
+    parts = [p for p in parts if length(p)]
+    return (min(b for b, _ in parts), max(e for _, e in parts)) if parts else (0, 0)
+
+
+def choose_shape(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: bool | None = None) -> Shape:
+    """How to launch ``m``; ``two_shot`` forces one or two rounds of a replicated sum."""
+    if two_shot and (m.move or not m.replicated):
+        raise ValueError("two_shot: only for a sum that every process gets")
+    if two_shot is None:
+        saved = two_shot_saves(m, layout)
+        two_shot = m.replicated and not m.move and tuning.pays_two_shot(layout.world_size, saved)
+    parts, total = layout.world_size if two_shot else 1, max(1, m.size * m.width)
+    tiles = choose_tiles(m, total, parts, layout.max_blocks, tuning)
+    fits = (layout.row_bytes - 32) // m.in_bytes
+    if two_shot:
+        fits = min(fits, layout.reduced_bytes * parts // m.out_bytes - tiles.tile)
+    if (total if two_shot else m.longest * m.width) <= fits:
+        return Shape(tiles, total, two_shot)
+    chunk = choose_chunk(total, fits, tiles.tile)
+    return Shape(choose_tiles(m, chunk, parts, layout.max_blocks, tuning), chunk, two_shot)
+
+
+def two_shot_saves(m: Message, layout: MemoryLayout) -> int:
+    """Bytes that a two-shot all_reduce spares the busiest link, against every process reading every row."""
+    others, rows = layout.world_size - 1, layout.rows_per_process * m.in_bytes
+    elements = m.extent * m.width
+    return others * rows * elements - others * (rows + m.out_bytes) * elements // layout.world_size
+
+
+def choose_tiles(m: Message, chunk: int, parts: int, max_blocks: int, tuning: Tuning) -> TileMap:
+    """The tile map of a chunk; ``parts`` is the number of processes in a two-shot, else 1."""
+    small = min(m.extent * m.width, chunk) * m.in_bytes <= tuning.small_bytes
+    # Small: as many blocks as there is work for, one vector a lane. Large: four, and pieces of one tile a block.
+    columns, stretches = (1, tuning.threads // _WARP) if small else (4, 16)
+    vector = 16 // m.in_bytes if m.in_bytes > 1 or m.move else 8
+    stretch = columns * _WARP * vector
+    stretches = round_up(stretches, parts)
+    tiles = -(-chunk // (stretch * stretches))
+    blocks = min(tuning.blocks, max_blocks, tiles)
+    return TileMap(stretch, stretches, columns, -(-tiles // blocks) if small else 1, blocks)
+
+
+def choose_chunk(total: int, fits: int, tile: int) -> int:
+    """Chunks of about equal size in whole tiles, none above ``fits``."""
+    if fits < tile:
+        raise ValueError(f"staging_bytes: a row's slot holds {fits} elements, but a tile has {tile}")
+    most = fits // tile * tile
+    return round_up(-(-total // -(-total // most)), tile)
