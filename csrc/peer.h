@@ -17,8 +17,8 @@
 
 namespace shardsum {
 
-constexpr int kPeerMaxRanks = 64;   // virtual ranks of a group, hence processes
-constexpr int kPeerMaxHosted = 32;  // sources, and outputs, of one process
+constexpr int kPeerMaxRanks = 64;    // virtual ranks of a group, hence processes
+constexpr int kPeerMaxHosted = 32;   // sources, and outputs, of one process
 constexpr int kPeerMaxBuffers = 64;  // symmetric buffers of a group
 
 // Words {epoch, value}: each is valid by itself, once its epoch is the awaited one.
@@ -42,7 +42,7 @@ struct PeerControl {  // device memory of one process, zeroed at set-up
 
 // In pinned host memory, zeroed at set-up; kind is written last.
 struct PeerFailure {
-  int64_t kind;     // 0: none, 1: this process waited in vain for `process`, 2: `reporter` did
+  int64_t kind;  // 0: none, 1: this process waited in vain for `process`, 2: `reporter` did
   int64_t process, block, epoch, reporter;
 };
 

@@ -1,7 +1,7 @@
 // The operators of shardsum/transports/peer.py: one call of a prepared plan over peer memory (CUDA only).
 //
-// A plan is a CPU int64 tensor that Python fills in the order in which `read_plan` reads it: everything about a call but
-// its tensors and the bounds of its rows. Word 0 is a version, word 1 says whether the plan has run before.
+// A plan is a CPU int64 tensor that Python fills in the order in which `read_plan` reads it: everything about a call
+// but its tensors and the bounds of its rows. Word 0 is a version, word 1 says whether the plan has run before.
 #ifdef SHARDSUM_WITH_CUDA
 #include <torch/csrc/stable/accelerator.h>
 
@@ -139,8 +139,8 @@ void set_source(PeerCall& c, const PeerHost& host, int i, const TensorView& shar
 
 void set_output(PeerCall& c, int q, const TensorView& out) {
   const int64_t length = int64_t{c.outputs[q].end} - c.outputs[q].begin;
-  STD_TORCH_CHECK(out.is_contiguous() && bytes_from(out, 0) == length * c.width * c.out_bytes,
-                  "shardsum: output ", q, " does not fit the plan");
+  STD_TORCH_CHECK(out.is_contiguous() && bytes_from(out, 0) == length * c.width * c.out_bytes, "shardsum: output ", q,
+                  " does not fit the plan");
   c.outputs[q].data = out.mutable_data();
 }
 

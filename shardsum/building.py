@@ -190,6 +190,7 @@ class Recipe:
         if self.archs:
             assert self.toolkit is not None
             nvcc = [str(self.toolkit.nvcc), "-ccbin", self.compiler, *_NVCC_FLAGS, *_gencode(self.archs)]
+            jobs += [("peer_bindings.o", self.sources / "peer_bindings.cpp", bindings)]
             jobs += [(f"{s.stem}.cuda.o", s, nvcc) for s in sorted((self.sources / "cuda").glob("*.cu"))]
         return [(o, s, [*command, "-c", str(s), "-o", o]) for o, s, command in jobs]
 

@@ -1,5 +1,5 @@
 """Run a function in G processes: gloo by fork with one thread a child (twenty times faster than spawn), or NCCL by
-spawn with one GPU a process (CUDA does not survive a fork)."""
+spawn with one GPU a process (CUDA does not survive a fork; "cpu:gloo" is gloo by spawn)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run_processes(
             (world_size, folder, timeout, backend, fn, args),
             nprocs=world_size,
             join=False,
-            start_method="spawn" if backend == "nccl" else "fork",
+            start_method="fork" if backend == "gloo" else "spawn",
         )
         for process in context.processes:
             process.join(timeout + 30)

@@ -269,8 +269,10 @@ int peer_enqueue(PeerCall& call, int64_t chunk_elements, bool warm, PeerHost& ho
     call.chunk_end = begin + chunk_elements < end ? begin + chunk_elements : end;
     if (const int e = peer_launch(call, stream_handle)) return e;
   }
-  if (capturing) host.capture_id = int64_t(capture), host.capture_stream = id_of;
-  else host.eager_stream = id_of;
+  if (capturing)
+    host.capture_id = int64_t(capture), host.capture_stream = id_of;
+  else
+    host.eager_stream = id_of;
   return cudaEventRecord(event, stream);
 }
 

@@ -130,8 +130,8 @@ __device__ inline uint4 load_private(const char* p) {
   if ((reinterpret_cast<uintptr_t>(p) & 15) == 0) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "l"(p));
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
     return v;
   }
   const uint32_t* w = reinterpret_cast<const uint32_t*>(p - shift);

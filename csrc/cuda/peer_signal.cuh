@@ -82,7 +82,8 @@ __device__ inline uint64_t encode_abort(int reporter, int process, int block, ui
 }
 
 // Ends the group: the first to come records why, in host memory, and tells every peer.
-__device__ __noinline__ void give_up(const PeerCall& c, int kind, int process, int block, uint32_t epoch, int reporter) {
+__device__ __noinline__ void give_up(const PeerCall& c, int kind, int process, int block, uint32_t epoch,
+                                     int reporter) {
   if (atomicCAS(&c.control->failed, 0u, 1u) != 0) return;
   volatile PeerFailure* f = c.failure;
   f->process = process;

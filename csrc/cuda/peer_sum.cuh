@@ -139,8 +139,10 @@ __device__ __forceinline__ void sum_stretch(const Shared& s, const ActiveRow* li
     e.has_scale = s.has_scale;
     e.scale = s.scale;
     const bool whole = lo == 0 && hi == columns * 32 * kVec<T> && reinterpret_cast<uintptr_t>(out) % 16 == 0;
-    if (n <= 2 && columns % 4 == 0 && whole && !e.mean && !e.has_scale) sum_two<T, Out>(e, list, columns);
-    else sum_any<T, kPeerBatch>(e, list, n, columns, lo, hi);
+    if (n <= 2 && columns % 4 == 0 && whole && !e.mean && !e.has_scale)
+      sum_two<T, Out>(e, list, columns);
+    else
+      sum_any<T, kPeerBatch>(e, list, n, columns, lo, hi);
   } else {
     sum_any<T, kPeerBatch / 2>(e, list, n, columns, lo, hi);
   }
@@ -154,15 +156,15 @@ __device__ inline void move_stretch(const ActiveRow* list, int n, int64_t first,
 __device__ __host__ constexpr int pair_of(DType in, DType out) { return int(in) * 16 + int(out); }
 
 // Elements [first + lo, first + hi) of the output; `out` is where element `first` would go.
-__device__ __forceinline__ void run_stretch(const PeerCall& c, const Shared& s, ActiveRow* list, int64_t first, int lo, int hi,
-                                   int64_t bytes, char* out) {
+__device__ __forceinline__ void run_stretch(const PeerCall& c, const Shared& s, ActiveRow* list, int64_t first, int lo,
+                                            int hi, int64_t bytes, char* out) {
   using D = DType;
   const int n = list_active(s, c.num_ranks, first, lo, hi, bytes, list);
   if (c.move) {
     move_stretch(list, n, first, out);
   } else {
-#define SHARDSUM_CASE(T, in, Out, out_dtype) \
-  case pair_of(D::in, D::out_dtype): \
+#define SHARDSUM_CASE(T, in, Out, out_dtype)                                    \
+  case pair_of(D::in, D::out_dtype):                                            \
     sum_stretch<T, Out, D::out_dtype>(s, list, n, c.warp_columns, lo, hi, out); \
     break;
     switch (pair_of(c.in_dtype, c.out_dtype)) {
@@ -183,7 +185,8 @@ __device__ __forceinline__ void run_stretch(const PeerCall& c, const Shared& s, 
       SHARDSUM_CASE(int32_t, kInt32, int64_t, kInt64)
       SHARDSUM_CASE(int64_t, kInt64, int64_t, kInt64)
       SHARDSUM_CASE(Bool, kBool, int64_t, kInt64)
-      default: break;
+      default:
+        break;
     }
 #undef SHARDSUM_CASE
   }

@@ -214,7 +214,7 @@ def two_shot_saves(m: Message, layout: MemoryLayout) -> int:
 
 def choose_tiles(m: Message, chunk: int, parts: int, max_blocks: int, tuning: Tuning) -> TileMap:
     """The tile map of a chunk; ``parts`` is the number of processes in a two-shot, else 1."""
-    small = min(m.extent * m.width, chunk) * m.in_bytes <= tuning.small_bytes
+    small = m.extent * m.width * m.in_bytes <= tuning.small_bytes
     # Small: as many blocks as there is work for, one vector a lane. Large: four, and pieces of one tile a block.
     columns, stretches = (1, tuning.threads // _WARP) if small else (4, 16)
     vector = 16 // m.in_bytes if m.in_bytes > 1 or m.move else 8

@@ -24,13 +24,13 @@ __device__ void random_delay(uint32_t epoch, int point);
 
 #include "../../csrc/cuda/peer.cu"
 
-#define CHECK(call)                                                                          \
-  do {                                                                                       \
-    const cudaError_t error = cudaError_t(call);                                             \
-    if (error != cudaSuccess) {                                                              \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error));  \
-      std::exit(2);                                                                          \
-    }                                                                                        \
+#define CHECK(call)                                                                         \
+  do {                                                                                      \
+    const cudaError_t error = cudaError_t(call);                                            \
+    if (error != cudaSuccess) {                                                             \
+      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error)); \
+      std::exit(2);                                                                         \
+    }                                                                                       \
   } while (0)
 
 namespace shardsum {
@@ -69,7 +69,8 @@ __global__ void fill_random(uint32_t* p, int64_t n, uint32_t seed, DType dtype) 
     // Floats of mixed sign within 2^+-8 of 1: sums in another order or precision round differently.
     if (dtype == DType::kFloat32) h = (h & 0x80ffffffu) | ((120 + mix(h) % 16) << 23);
     if (dtype == DType::kBFloat16) {
-      const uint32_t lo = (h & 0x807f) | ((120 + mix(h) % 16) << 7), up = ((h >> 16) & 0x807f) | ((120 + mix(h + 1) % 16) << 7);
+      const uint32_t lo = (h & 0x807f) | ((120 + mix(h) % 16) << 7),
+                     up = ((h >> 16) & 0x807f) | ((120 + mix(h + 1) % 16) << 7);
       h = lo | (up << 16);
     }
     p[i] = h;
@@ -97,8 +98,8 @@ struct Config {
   DType in, out;
   bool move = false, two_shot = false, mean = false, scaled = false, device_lengths = false;
   int64_t size = 0, width = 1;
-  std::vector<int64_t> start, length, offset;  // by rank; offset of its data in the pool, in bytes
-  std::vector<bool> zero_copy;                 // by rank
+  std::vector<int64_t> start, length, offset;     // by rank; offset of its data in the pool, in bytes
+  std::vector<bool> zero_copy;                    // by rank
   std::vector<std::pair<int64_t, int64_t>> outs;  // by process
   int64_t chunk_elements = 0;
   int columns = 1, stretches = 1, tiles_per_piece = 1, blocks = 1, threads = 128, producers = 1;
@@ -111,8 +112,8 @@ struct Process {
   char* block;
   PeerControl* control;
   PeerFailure* failure;
-  char** buffers;                 // device table
-  std::vector<char*> zero_copy;   // by hosted rank: buffer 1 + slot
+  char** buffers;                // device table
+  std::vector<char*> zero_copy;  // by hosted rank: buffer 1 + slot
   uint8_t* out;
 };
 
@@ -221,8 +222,10 @@ Config make_config(const World& w, Random& random) {
   }
   const bool scatter = !c.two_shot && pick(random, 0, 2) == 0;
   for (int g = 0; g < G; ++g) {
-    if (scatter) c.outs.push_back({c.size * g / G, c.size * (g + 1) / G});
-    else c.outs.push_back({0, c.size});
+    if (scatter)
+      c.outs.push_back({c.size * g / G, c.size * (g + 1) / G});
+    else
+      c.outs.push_back({0, c.size});
   }
   const int64_t vector = c.move ? 16 : in_bytes == 1 ? 8 : 16 / in_bytes;
   c.columns = pick(random, 0, 1) ? 4 : 1;

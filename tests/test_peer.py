@@ -1,0 +1,433 @@
+"""The peer transport. First its arithmetic on the CPU; then the real thing on GPUs, against reference.py bit for bit.
+
+The `gpu` tests run four processes on however many GPUs there are (several on one GPU: kernels that wait for each other
+take turns, so every call costs milliseconds); the `multi_gpu` tests one process a GPU. The protocol itself is put under
+load by tests/cuda/peer_stress.cu.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import run_processes
+from values import assert_same, random_values
+
+from shardsum import reference
+from shardsum.layout import ExchangePlan, intervals_of, length, owners_of, split_evenly
+from shardsum.numerics import accumulator_dtype
+from shardsum.transports import peer, peer_plan
+from shardsum.transports.peer import PeerTransport, Tuning
+from shardsum.transports.peer_memory import available, unreachable
+from shardsum.transports.peer_plan import MemoryLayout, Message
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+CALLS = int(os.environ.get("SHARDSUM_PEER_CALLS", "120"))
+
+
+def layout_of(world_size: int, rows: int, staging: int = 1 << 20, blocks: int = 128) -> MemoryLayout:
+    return MemoryLayout(world_size * rows, world_size, blocks, rows, staging)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> tuple[Message, MemoryLayout, Tuning, bool | None]:
+    world_size, rows = draw(st.integers(2, 9)), draw(st.integers(1, 4))
+    move, replicated = draw(st.booleans()), draw(st.booleans())
+    in_bytes = 1 if move else draw(st.sampled_from([1, 2, 4, 8]))
+    out_bytes = {1: 8, 2: draw(st.sampled_from([2, 4, 8])), 4: draw(st.sampled_from([2, 4])), 8: 8}[in_bytes]
+    size, width = draw(st.integers(0, 30000)), draw(st.sampled_from([1, 3, 8, 100, 1000]))
+    extent = size if replicated else draw(st.integers(0, size))
+    longest = size if replicated else draw(st.integers(0, size))
+    message = Message(size, width, extent, longest, in_bytes, 1 if move else out_bytes, move, replicated)
+    staging = draw(st.sampled_from([2 << 20, 8 << 20, 64 << 20]))
+    tuning = Tuning(draw(st.sampled_from([96, 128, 256])), draw(st.sampled_from([1, 7, 128])))
+    forced = draw(st.sampled_from([None, False, True])) if replicated and not move else None
+    return message, layout_of(world_size, rows, staging, draw(st.sampled_from([3, 132]))), tuning, forced
+
+
+@settings(deadline=None, max_examples=300)
+@given(messages())
+def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
+    m, layout, tuning, forced = case
+    shape = peer_plan.choose_shape(m, layout, tuning, forced)
+    tiles, total = shape.tiles, m.size * m.width
+    parts = layout.world_size if shape.two_shot else 1
+    assert forced is None or shape.two_shot == forced
+    assert tiles.blocks <= min(tuning.blocks, layout.max_blocks) and tiles.stretches_per_tile % parts == 0
+    assert tiles.stretch * m.in_bytes % 16 == 0  # rows are read in whole vectors
+    assert shape.chunk >= total or shape.chunk % tiles.tile == 0
+    assert shape.launches(m) * shape.chunk >= total
+    assert tiles.tiles(shape.chunk) <= tiles.pieces(shape.chunk) * tiles.blocks * tiles.tiles_per_piece
+    # A row's part of a chunk, filled up to whole vectors at both ends, lies inside its slot.
+    assert min(m.longest * m.width, shape.chunk) * m.in_bytes + 32 <= layout.row_bytes
+    if shape.two_shot:
+        assert tiles.tiles(shape.chunk) * (tiles.tile // parts) * m.out_bytes <= layout.reduced_bytes
+
+
+def test_every_tile_has_one_block_and_one_piece() -> None:
+    m = Message(5000, 100, 5000, 5000, 2, 2, False, True)
+    shape = peer_plan.choose_shape(m, layout_of(2, 1), Tuning(blocks=5, small_bytes=1000))
+    tiles = shape.tiles
+    seen = set()
+    for block in range(tiles.blocks):  # as the kernel walks them
+        for piece in range(tiles.pieces(shape.chunk)):
+            for j in range(tiles.tiles_per_piece):
+                tile = block + (piece * tiles.tiles_per_piece + j) * tiles.blocks
+                assert tile not in seen and tiles.block_and_piece(tile) == (block, piece)
+                seen.add(tile)
+    assert seen >= set(range(tiles.tiles(shape.chunk))) and tiles.pieces(shape.chunk) > 1
+
+
+@pytest.mark.parametrize("world_size, rows", [(2, 1), (3, 2), (8, 1), (16, 4)])
+def test_regions_of_the_symmetric_block_are_apart_and_aligned(world_size: int, rows: int) -> None:
+    at = layout_of(world_size, rows)
+    ends = [0, at.stages_at, at.abort_at, at.abort_at + 8, at.staging_at, at.reduced_at, at.total_bytes]
+    assert ends == sorted(ends)
+    assert at.stages_at == 2 * at.max_blocks * at.num_ranks * 32
+    assert at.reduced_at - at.staging_at == 2 * rows * at.row_bytes
+    assert all(n % 256 == 0 for n in (at.staging_at, at.slots_bytes, at.row_bytes, at.reduced_at, at.reduced_bytes))
+
+
+def reduced(world_size: int, num_bytes: int, tuning: Tuning | None = None, rows: int = 1) -> bool:
+    m = Message(num_bytes // 2, 1, num_bytes // 2, num_bytes // 2, 2, 2, False, True)
+    return peer_plan.choose_shape(m, layout_of(world_size, rows, 256 << 20), tuning or Tuning()).two_shot
+
+
+def test_two_shot_where_it_spares_the_links() -> None:
+    assert not any(reduced(2, n) for n in (1 << 10, 1 << 20, 64 << 20))  # two processes: the same bytes either way
+    assert not reduced(8, 64 << 10) and reduced(8, 4 << 20)
+    assert not reduced(4, 256 << 10) and reduced(4, 8 << 20)
+    assert reduced(2, 16 << 20, rows=4)  # two processes of four rows each: it saves three rows of eight halves
+    assert reduced(8, 64 << 10, Tuning(two_shot_bytes={0: 1 << 60, 8: 0}))
+    assert not reduced(4, 8 << 20, Tuning(two_shot_bytes={0: 1 << 60, 8: 0}))
+
+
+@given(st.data())
+def test_needed_is_the_hull_of_what_others_read(data: st.DataObject) -> None:
+    interval = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda p: (min(p), max(p)))
+    sources, sinks = (tuple(data.draw(st.lists(interval, min_size=4, max_size=4))) for _ in range(2))
+    owners = (0, 1, 1, 2)
+    plan = ExchangePlan(sources, owners, sinks, owners, 3)
+    for r, (begin, end) in enumerate(sources):
+        others = [o for o, owner in zip(sinks, owners) if owner != owners[r]]
+        read = [j for j in range(begin, end) if any(lo <= j < hi for lo, hi in others)]
+        found = peer_plan.needed(plan, r, (begin, end))
+        assert found == ((read[0], read[-1] + 1) if read else (0, 0))
+
+
+def test_bad_tuning_is_refused() -> None:
+    for bad in (
+        dict(threads=100),
+        dict(threads=512),
+        dict(producer_warps=8),
+        dict(blocks=0),
+        dict(two_shot_bytes={2: 1}),
+    ):
+        with pytest.raises(ValueError):
+            Tuning(**bad)  # type: ignore[arg-type]
+
+
+def test_who_cannot_be_reached() -> None:
+    places = [["a", "1", "gpu0"], ["a", "1", "gpu1"]]
+    visible = {"gpu0": 0, "gpu1": 1}
+    assert unreachable(places[0], places, visible, False, lambda a, b: True) is None
+    assert "peer access to cuda:1 of process 1" in str(
+        unreachable(places[0], places, visible, False, lambda a, b: False)
+    )
+    assert "hidden" in str(unreachable(places[0], places, {"gpu0": 0}, False, lambda a, b: True))
+    assert "another host (b)" in str(
+        unreachable(places[0], [places[0], ["b", "2", "gpu1"]], visible, False, lambda a, b: True)
+    )
+    twice = [places[0], places[0]]
+    assert "one GPU" in str(unreachable(places[0], twice, visible, False, lambda a, b: True))
+    assert unreachable(places[0], twice, visible, True, lambda a, b: True) is None
+
+
+def _available(rank: int, world_size: int) -> Any:
+    return available(dist.group.WORLD, torch.device("cpu"))
+
+
+def test_on_the_cpu_every_process_hears_the_same_reason() -> None:
+    assert run_processes(_available, 2) == ["process 0: shards live on cpu, not on CUDA"] * 2
+
+
+def test_constants_are_those_of_the_header() -> None:
+    csrc = Path(peer.__file__).parents[2] / "csrc"
+    header, rows = (csrc / "peer.h").read_text(), (csrc / "row_table.h").read_text()
+
+    def constant(name: str) -> int:
+        found = re.search(rf"constexpr \w+ {name} = (\d+)", header + (csrc / "peer_bindings.cpp").read_text())
+        assert found, name
+        return int(found[1])
+
+    assert constant("kPeerMaxRanks") == peer_plan.MAX_RANKS
+    assert constant("kPeerMaxHosted") == peer_plan.MAX_HOSTED
+    assert constant("kPeerMaxBuffers") == peer._MAX_BUFFERS
+    assert constant("kPlanVersion") == peer._PLAN_VERSION
+    enum = rows[rows.index("enum class DType") :]
+    names = re.findall(r"\bk(\w+)\b", re.sub(r"//.*", "", enum[: enum.index("}")]))
+    torch_names = [str(dtype).removeprefix("torch.") for dtype in peer._DTYPE_CODES]
+    assert [n.lower() for n in names] == torch_names and list(peer._DTYPE_CODES.values()) == list(range(len(names)))
+
+
+# ---- on GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def open_transport(rank: int, num_ranks: int, placement: Any = "contiguous", **options: Any) -> PeerTransport:
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    owners = owners_of(num_ranks, dist.get_world_size(), placement)
+    return PeerTransport(dist.group.WORLD, owners, device, timeout=60, **options)
+
+
+class RandomCalls:
+    """The same random collectives on every process, each compared with reference.py."""
+
+    def __init__(self, transport: PeerTransport, seed: int) -> None:
+        self.t, self.random = transport, random.Random(seed)
+        self.ranks = len(transport.owners)
+        self.buffers = [transport.empty((1 << 16,), torch.uint8) for r in range(self.ranks)]
+
+    def run(self) -> None:
+        pick = self.random
+        kind = pick.choice(["all_reduce", "all_reduce", "reduce_scatter", "exchange", "all_gather"])
+        dtype = pick.choice([torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int16, torch.bool])
+        width = pick.choice([1, 3, 8, 64, 200])
+        size = pick.randrange(1, 1 + pick.choice([50, 5000, 60000]) // width)
+        op = pick.choice(["sum", "mean"]) if dtype.is_floating_point else "sum"
+        scale = pick.choice([None, 0.3]) if dtype.is_floating_point else None
+        out_dtype = torch.int64 if not dtype.is_floating_point else dtype
+        if accumulator_dtype(dtype) == torch.float32:
+            out_dtype = pick.choice([dtype, torch.float32, torch.bfloat16])
+        sources = [self._interval(size) for _ in range(self.ranks)]
+        sinks, sink_owners = [(0, size)] * self.t.world_size, tuple(range(self.t.world_size))
+        if kind in ("reduce_scatter", "exchange"):
+            sinks, sink_owners = intervals_of(split_evenly(size, self.ranks)), self.t.owners
+        if kind == "exchange":
+            sinks = [self._interval(size) for _ in range(self.ranks)]
+        if kind == "all_gather":
+            op, scale, out_dtype = "copy", None, dtype
+            sources = intervals_of([length(i) for i in sources])
+            sinks = [(0, sources[-1][1])] * self.t.world_size
+        on_device = kind == "all_reduce" and pick.random() < 0.3
+        plan = ExchangePlan(tuple(sources), self.t.owners, tuple(sinks), sink_owners, self.t.world_size)
+        shards = [random_values((length(i), width), dtype, pick.randrange(1 << 30)) for i in sources]
+        self._call(plan, shards, dtype, out_dtype, op, scale, on_device, pick.random() < 0.3, pick.randrange(4))
+
+    def _interval(self, size: int) -> tuple[int, int]:
+        a, b = sorted(self.random.randrange(size + 1) for _ in range(2))
+        return self.random.choice([(a, b), (0, b), (0, size)])
+
+    def _call(
+        self, plan: ExchangePlan, shards: list[torch.Tensor], dtype: torch.dtype, out_dtype: torch.dtype, op: str,
+        scale: float | None, on_device: bool, in_place: bool, shift: int,
+    ) -> None:  # fmt: skip
+        t, hosted, width = self.t, plan.hosted_sources(self.t.rank), shards[0].shape[1]
+        mine = [self._place(r, shards[r], in_place, shift) for r in hosted]
+        sinks = plan.hosted_sinks(t.rank)
+        flat = [torch.empty(length(plan.sinks[q]) * width + shift, dtype=out_dtype, device=t.device) for q in sinks]
+        outs = [x[shift:].view(-1, width) for x in flat]
+        starts = lengths = None
+        if on_device:
+            starts = torch.tensor([plan.sources[r][0] for r in hosted], device=t.device)
+            lengths = torch.tensor([length(plan.sources[r]) for r in hosted], device=t.device)
+        t.exchange(plan, mine, outs, op=op, scale=scale, starts=starts, lengths=lengths)
+        for q, out in zip(sinks, outs):
+            assert_same(out.cpu(), self._expected(plan, shards, plan.sinks[q], out_dtype, op, scale))
+
+    def _place(self, rank: int, shard: torch.Tensor, in_place: bool, shift: int) -> torch.Tensor:
+        if in_place and shard.numel() * shard.itemsize <= self.buffers[rank].numel():
+            view = self.buffers[rank][: shard.numel() * shard.itemsize].view(shard.dtype).view(shard.shape)
+            return view.copy_(shard)
+        moved = torch.empty(shard.numel() + shift, dtype=shard.dtype, device=self.t.device)
+        return moved[shift:].view(shard.shape).copy_(shard)
+
+    @staticmethod
+    def _expected(
+        plan: ExchangePlan, shards: list[torch.Tensor], wanted: tuple[int, int], out_dtype: torch.dtype, op: str,
+        scale: float | None,
+    ) -> torch.Tensor:  # fmt: skip
+        begin, end = wanted
+        if op == "copy":
+            return torch.cat(shards)[begin:end]
+        starts = [i[0] - begin for i in plan.sources]
+        return reference.ragged_sum(shards, starts, end - begin, op=op, scale=scale, out_dtype=out_dtype)
+
+
+def _random_calls(rank: int, world_size: int, num_ranks: int, placement: Any, calls: int, options: dict) -> int:
+    t = open_transport(rank, num_ranks, placement, **options)
+    tests = RandomCalls(t, num_ranks)
+    for _ in range(calls):
+        tests.run()
+    launches = int(t._control.cpu()[0])
+    t.close()
+    return launches
+
+
+@pytest.fixture
+def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+
+
+#: Small slots and pieces, and two-shots as soon as they save anything: every path at test sizes.
+SMALL = dict(staging_bytes=1 << 18, tuning=Tuning(small_bytes=4096, blocks=4, two_shot_bytes={0: 2000}))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("num_ranks, placement", [(4, "contiguous"), (7, "zigzag")])
+def test_random_calls_of_processes_that_share_gpus(shared_gpu: None, num_ranks: int, placement: str) -> None:
+    launches = run_processes(_random_calls, 4, num_ranks, placement, CALLS, SMALL, backend="cpu:gloo", timeout=240)
+    assert len(set(launches)) == 1 and launches[0] >= CALLS
+
+
+@pytest.mark.multi_gpu
+@two_gpus
+@pytest.mark.parametrize("num_ranks, options", [(2, {}), (8, SMALL), (5, SMALL)])
+def test_random_calls_one_process_a_gpu(num_ranks: int, options: dict) -> None:
+    run_processes(_random_calls, 2, num_ranks, "zigzag", 4 * CALLS, options, backend="cpu:gloo", timeout=240)
+
+
+def _graph(rank: int, world_size: int, replays: int) -> int:
+    """Capture, then replays whose lengths change on the device; captured calls cross streams and need a warm-up."""
+    t = open_transport(rank, world_size)
+    size, width = 300, 16
+    plan = ExchangePlan(((0, size),) * world_size, t.owners, ((0, size),) * world_size, t.owners, world_size)
+    shards = [random_values((size, width), torch.bfloat16, r) for r in range(world_size)]
+    mine, lengths = shards[rank].to(t.device), torch.zeros(1, dtype=torch.int64, device=t.device)
+    out = torch.empty((size, width), dtype=torch.bfloat16, device=t.device)
+
+    def call() -> None:
+        t.exchange(plan, [mine], [out], lengths=lengths)
+
+    with pytest.raises(RuntimeError, match="one eager call first"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        call()
+    call()
+    torch.cuda.synchronize()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    history = torch.empty((3, size, width), dtype=torch.bfloat16, device=t.device)
+    with torch.cuda.graph(graph):
+        call()
+        history[0] = out
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+            history[1] = out
+        torch.cuda.current_stream().wait_stream(side)
+        call()
+        history[2] = out
+    pick, wrong = random.Random(5), 0
+    for _ in range(replays):
+        chosen = [pick.randrange(-3, size + 9) for _ in range(world_size)]
+        lengths.fill_(chosen[rank])
+        if pick.random() < 0.1:
+            time.sleep(pick.random() * 1e-3 * (rank + 1))
+        graph.replay()
+        rows = [s[: max(0, n)] for s, n in zip(shards, chosen)]
+        expected = reference.ragged_sum(rows, [0] * world_size, size, out_dtype=torch.bfloat16).to(t.device)
+        for found in history:  # NaN may differ in its bits, as may nothing else
+            wrong += int(not torch.equal(found.nan_to_num(7e7), expected.nan_to_num(7e7)))
+    call()  # eager again, after the capture
+    torch.cuda.synchronize()
+    t.check()
+    t.close()
+    return wrong
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_graph_replays_follow_device_lengths(shared_gpu: None) -> None:
+    assert run_processes(_graph, 4, 100, backend="cpu:gloo", timeout=240) == [0] * 4
+
+
+@pytest.mark.multi_gpu
+@two_gpus
+def test_a_thousand_graph_replays_follow_device_lengths() -> None:
+    assert run_processes(_graph, 2, 1000, backend="cpu:gloo", timeout=240) == [0] * 2
+
+
+def _streams(rank: int, world_size: int) -> None:
+    """Calls from changing streams come one after another, and after a zero-copy call its buffer may be rewritten."""
+    t = open_transport(rank, world_size)
+    n = 1 << 18
+    plan = ExchangePlan(((0, n),) * world_size, t.owners, ((0, n),) * world_size, t.owners, world_size)
+    x, streams = t.empty((n,), torch.float32), [torch.cuda.Stream() for _ in range(3)]
+    outs = [torch.empty(n, device=t.device) for _ in range(30)]
+    x.zero_()
+    torch.cuda.synchronize()
+    for i, out in enumerate(outs):
+        stream = streams[i % 3]
+        stream.wait_stream(streams[(i - 1) % 3])
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20000 * (i % 2 == rank % 2))
+            x.fill_(i + rank)
+            t.exchange(plan, [x], [out])
+            x.fill_(-1e9)  # at once: peers have read
+    torch.cuda.synchronize()
+    for i, out in enumerate(outs):
+        assert_same(out.cpu(), torch.full((n,), float(world_size * i + sum(range(world_size)))))
+    t.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_streams_and_zero_copy(shared_gpu: None) -> None:
+    run_processes(_streams, 4, backend="cpu:gloo", timeout=240)
+
+
+@pytest.mark.multi_gpu
+@two_gpus
+def test_streams_and_zero_copy_on_two_gpus() -> None:
+    run_processes(_streams, 2, backend="cpu:gloo", timeout=240)
+
+
+def _absent(rank: int, world_size: int) -> str:
+    """The last process skips the second call: everybody hears who is missing, soon, and nothing is wrong or hangs."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    t = PeerTransport(dist.group.WORLD, tuple(range(world_size)), device, timeout=3)
+    n = 10000
+    plan = ExchangePlan(((0, n),) * world_size, t.owners, ((0, n),) * world_size, t.owners, world_size)
+    x, out = torch.ones(n, device=device), torch.zeros(n, device=device)
+    t.exchange(plan, [x], [out])
+    torch.cuda.synchronize()
+    assert bool((out == world_size).all())
+    begin = time.monotonic()
+    if rank == world_size - 1:
+        time.sleep(6)
+        t.exchange(plan, [x], [out])  # too late
+        torch.cuda.synchronize()
+    else:
+        t.exchange(plan, [x], [out])
+        torch.cuda.synchronize()
+    assert time.monotonic() - begin < 20 and bool(out.isnan().all())
+    with pytest.raises(RuntimeError, match=f"process {world_size - 1} did not come within 3 s.*block 0 of launch 2"):
+        t.exchange(plan, [x], [out])
+    with pytest.raises(RuntimeError) as caught:
+        t.check()
+    t.close()
+    return str(caught.value)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_process_that_never_comes_is_named(shared_gpu: None) -> None:
+    for message in run_processes(_absent, 3, backend="cpu:gloo", timeout=120):
+        assert "process 2 did not come" in message
+
+
+@pytest.mark.multi_gpu
+@two_gpus
+def test_a_process_that_never_comes_is_named_on_two_gpus() -> None:
+    run_processes(_absent, 2, backend="cpu:gloo", timeout=120)
