@@ -203,7 +203,7 @@ class RandomCalls:
         kind = pick.choice(["all_reduce", "all_reduce", "reduce_scatter", "exchange", "all_gather"])
         dtype = pick.choice([torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int16, torch.bool])
         width = pick.choice([1, 3, 8, 64, 200])
-        size = pick.randrange(1, 1 + pick.choice([50, 5000, 60000]) // width)
+        size = pick.randrange(1, 2 + pick.choice([50, 5000, 60000]) // width)
         op = pick.choice(["sum", "mean"]) if dtype.is_floating_point else "sum"
         scale = pick.choice([None, 0.3]) if dtype.is_floating_point else None
         out_dtype = torch.int64 if not dtype.is_floating_point else dtype
@@ -412,7 +412,7 @@ def _absent(rank: int, world_size: int) -> str:
         t.exchange(plan, [x], [out])
         torch.cuda.synchronize()
     assert time.monotonic() - begin < 20 and bool(out.isnan().all())
-    with pytest.raises(RuntimeError, match=f"process {world_size - 1} did not come within 3 s.*block 0 of launch 2"):
+    with pytest.raises(RuntimeError, match=f"process {world_size - 1} did not come within 3 s.*of launch 2"):
         t.exchange(plan, [x], [out])
     with pytest.raises(RuntimeError) as caught:
         t.check()

@@ -38,6 +38,7 @@ __device__ inline void take_ticket(const PeerCall& c, const Shared& s) {
 __device__ __forceinline__ void send_rows(const PeerCall& c, const Shared& s) {
   const int parity = parity_of(s.epoch);
   fence_system();
+#pragma unroll 1
   for (int k = lane_index(); k < c.num_sources * c.num_processes; k += 32) {
     const int i = k % c.num_sources, g = k / c.num_sources;
     RowFlag* flag = row_flag(c, g, parity, c.sources[i].rank);
@@ -49,6 +50,7 @@ __device__ __forceinline__ void send_rows(const PeerCall& c, const Shared& s) {
 
 __device__ inline void send_stage(const PeerCall& c, const Shared& s, uint64_t StageFlag::* word, uint32_t value) {
   fence_system();
+#pragma unroll 1
   for (int g = lane_index(); g < c.num_processes; g += 32)
     store_flag(&(stage_flag(c, g, parity_of(s.epoch), c.process)->*word), flag_word(s.epoch, value));
 }

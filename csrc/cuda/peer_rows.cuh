@@ -177,7 +177,7 @@ __device__ inline void store_any(char* p, uint4 v) {
 // around lo and hi are filled up with zeros.
 template <bool kPeer>
 __device__ __noinline__ void copy_bytes(char* to, const char* from, int64_t lo, int64_t hi, Worker worker) {
-  constexpr int kLoads = 4;
+  constexpr int kLoads = 8;
   constexpr int64_t kStep = 32 * 16;
   const int lane = lane_index();
   const int64_t first = (lo + 15) & ~int64_t(15), last = hi & ~int64_t(15);
@@ -188,17 +188,18 @@ __device__ __noinline__ void copy_bytes(char* to, const char* from, int64_t lo, 
     if (edge && valid) to[i] = kPeer ? load_peer_byte(from + i) : from[i];
     if (edge && !valid && !kPeer) to[i] = 0;
   }
-  for (int64_t at = first + worker.index * kLoads * kStep + lane * 16; at < last; at += worker.count * kLoads * kStep) {
+  const int64_t stride = worker.count * kStep;  // warps side by side: short ranges occupy them all
+  for (int64_t at = first + worker.index * kStep + lane * 16; at < last; at += kLoads * stride) {
     const char* p = from + at;
     char* q = to + at;
-    const int count = int(min((last - at + kStep - 1) / kStep, int64_t(kLoads)));
+    const int count = int(min((last - at + stride - 1) / stride, int64_t(kLoads)));
     uint4 v[kLoads];
 #pragma unroll
     for (int u = 0; u < kLoads; ++u)
-      if (u < count) v[u] = kPeer ? load_peer(p + u * kStep) : load_private(p + u * kStep);
+      if (u < count) v[u] = kPeer ? load_peer(p + u * stride) : load_private(p + u * stride);
 #pragma unroll
     for (int u = 0; u < kLoads; ++u)
-      if (u < count) store_any(q + u * kStep, v[u]);
+      if (u < count) store_any(q + u * stride, v[u]);
   }
 }
 

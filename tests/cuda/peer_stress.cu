@@ -318,7 +318,6 @@ void enqueue(World& w, const Config& c, int g, uint64_t number, Random& random, 
   if (pick(random, 0, 7) == 0) delay_kernel<<<1, 1, 0, p.stream>>>(uint32_t(pick(random, 0, 40000)));
   for (int r = 0; r < w.place.ranks; ++r) {
     if (w.place.owner[r] != g || !c.zero_copy[r]) continue;
-    // Without the trailing barrier of the call before, a peer might still be reading here.
     CHECK(cudaMemcpyAsync(p.zero_copy[w.slot[r]], pool_of(w, c, r) + c.offset[r],
                           c.length[r] * c.width * dtype_bytes(c.in), cudaMemcpyDeviceToDevice, p.stream));
   }
@@ -327,6 +326,11 @@ void enqueue(World& w, const Config& c, int g, uint64_t number, Random& random, 
   for (int64_t begin = 0; begin < flat; begin += c.chunk_elements) {
     call.chunk_begin = begin, call.chunk_end = std::min(begin + c.chunk_elements, flat);
     CHECK(peer_launch(call, p.stream));
+  }
+  for (int r = 0; r < w.place.ranks; ++r) {
+    // The call is over here: no peer may read these bytes any more.
+    if (w.place.owner[r] == g && c.zero_copy[r])
+      CHECK(cudaMemsetAsync(p.zero_copy[w.slot[r]], 0x5a, kBufferBytes, p.stream));
   }
   const int64_t out_bytes = dtype_bytes(c.out) * c.width, from = c.outs[g].first, to = c.outs[g].second;
   if (to > from)
