@@ -127,7 +127,7 @@ def chunked(rank: int, world_size: int, transport: str) -> None:
     group = ShardGroup(5, transport=transport, placement=[2, 0, 1, 0, 1][:5] if world_size > 2 else "contiguous")
     lengths = [37, 5, 0, 64, 21]
     shards = [random_values((n, 3), torch.bfloat16, r) for r, n in enumerate(lengths)]
-    mine = [shards[v] for v in group.virtual_ranks]
+    mine = [shards[v].to(group.device) for v in group.virtual_ranks]
     for size in (64, 65, 70):
         out = group.all_reduce(mine, lengths, size=size, out_dtype=torch.float32)
         assert_same(out, reference.ragged_sum(shards, [0] * 5, size, out_dtype=torch.float32))
