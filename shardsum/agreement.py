@@ -28,6 +28,7 @@ from .transports.wire import all_gather_single
 Signature = Mapping[str, Any]
 
 _instances: Counter[tuple[int, ...]] = Counter()
+_MAX_AGREED = 1 << 16  # signatures remembered: every new set of host lengths is one
 _GRACE_S = 2.0  # how long a process that failed waits for others to say how they fared
 
 
@@ -75,7 +76,7 @@ class Agreement:
         self.check, self.timeout = check, timeout
         self.call = 0
         self.failed: str | None = None
-        self._agreed: set[int] = set()
+        self._agreed: dict[int, None] = {}  # in order of agreement
         self._stated: list[str] = []
         if group is None or self.world_size == 1:
             return
@@ -84,7 +85,7 @@ class Agreement:
         prefix = f"shardsum/{'-'.join(map(str, ranks))}/{_instances[ranks]}"
         # A clone has a connection of its own: waiting here does not hold up other users of the store.
         self._store = dist.PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
-        self._side = dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+        self.side = dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
 
     def begin(self) -> None:
         """Count one call. Raises RuntimeError when the group has failed before."""
@@ -109,7 +110,9 @@ class Agreement:
             return []
         self._state(name, signature, None, info)
         statements = self._collect(name)
-        self._agreed.add(key)
+        self._agreed[key] = None
+        if len(self._agreed) > _MAX_AGREED:  # the same one on every process: they agreed in the same order
+            del self._agreed[next(iter(self._agreed))]
         return [s["info"] for s in statements]
 
     def refuse(self, name: str, error: Exception, slots: int = 0) -> Disagreement:
@@ -147,7 +150,7 @@ class Agreement:
         everyone = torch.empty(self.world_size * len(header), dtype=torch.int64)
         deadline = time.monotonic() + self.timeout.total_seconds()
         try:
-            work = all_gather_single(everyone, mine, group=self._side, async_op=True)
+            work = all_gather_single(everyone, mine, group=self.side, async_op=True)
             while not self._wait_work(work):
                 others = [p for p in range(self.world_size) if p != self.rank]
                 elsewhere = [p for p in others if self._store.check([f"{self.call}/{p}"])]

@@ -9,7 +9,7 @@ While a chunk is summed, the next one travels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from . import kernels, native
 from .layout import ExchangePlan, Interval, length
 from .operators import readable
+from .peers import Peers
 from .transports import TRANSPORTS, Rows, Wire
 from .transports.costs import Costs
 
@@ -75,14 +76,23 @@ class Engine:
         wire: how bytes travel; None for a lone process.
         transport: "auto" or the name of one.
         costs: constants of the "auto" choice by device type.
+        peers: the peer transport, where processes could map each other's memory; "auto" takes it whenever it can.
     """
 
     def __init__(
-        self, owners: Sequence[int], rank: int, wire: Wire | None, transport: str, costs: Mapping[str, Costs]
+        self,
+        owners: Sequence[int],
+        rank: int,
+        wire: Wire | None,
+        transport: str,
+        costs: Mapping[str, Costs],
+        peers: Peers | None = None,
     ) -> None:
         self.owners, self.rank, self.wire = tuple(owners), rank, wire
         self.world_size = 1 if wire is None else wire.world_size
         self.transport, self.costs = transport, costs
+        self.peers = peers if peers is not None and peers.reason is None else None
+        self.no_peers = "" if peers is None or peers.reason is None else f"; peer memory cannot be used: {peers.reason}"
         self.last: Route | None = None
         self.plan = lru_cache(maxsize=256)(self._plan)
 
@@ -104,7 +114,32 @@ class Engine:
             outs = [buffer[: length(plan.sinks[0])]]
             return Job(outs, self._two_shot(plan, shards, reduce, buffer, rows))
         outs = [first.new_empty((length(plan.sinks[q]), *trailing), dtype=reduce.dtype) for q in self._hosted(plan)]
+        if route.transport == "peer":
+            self._by_peers(plan, shards, reduce, outs)
+            return Job(outs, iter(()))
         return Job(outs, self._one_shot(plan, shards, reduce, outs, route))
+
+    def _by_peers(
+        self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, outs: list[Tensor], *lengths: Tensor
+    ) -> None:
+        assert self.peers is not None
+        if shards[0].shape[1:].numel() and any(length(i) for i in plan.sinks):
+            self.peers.exchange(plan, shards, outs, reduce.op, reduce.scale, *lengths)
+
+    def padded_by_peers(self, plan: ExchangePlan, x: Tensor, lengths: Tensor, reduce: Reduce) -> list[Tensor]:
+        """Sums of padded shards ``(k, S_MAX, *F)`` with lengths on the device, then all R lengths.
+
+        Lengths ride with the peers' flags. All of them are needed, and gathered, for the divisor of a mean's gradient
+        only; else they are 0.
+        """
+        assert self.peers is not None
+        native.load()
+        self.begin(self._peer_route(plan, x.shape[2:].numel(), x.dtype, reduce))
+        outs = [x.new_empty((length(plan.sinks[q]), *x.shape[2:]), dtype=reduce.dtype) for q in self._hosted(plan)]
+        self._by_peers(plan, list(x.contiguous().unbind(0)), reduce, outs, lengths)
+        if reduce.op == "mean":
+            return [*outs, self.peers.gather_lengths(plan, lengths)]
+        return [*outs, lengths.new_zeros(len(self.owners))]
 
     def begin(self, route: Route) -> None:
         """Note the route of a new call and count its bytes from 0."""
@@ -170,6 +205,8 @@ class Engine:
         """The route of an exchange with ``width`` elements a position, from values that all processes share."""
         if self.world_size == 1:
             return LOCAL_ROUTE
+        if self.peers is not None and self.transport in ("auto", "peer"):
+            return self._peer_route(plan, width, dtype, reduce)
         candidates = {name: self._predict(name, plan, width, dtype, reduce) for name in ("gather", "all_to_all")}
         if self.transport != "auto":
             return candidates[self.transport]
@@ -178,7 +215,15 @@ class Engine:
         best = min(times, key=lambda name: times[name])
         reason = ", ".join(f"{name} {t:.0f} us" for name, t in times.items())
         chosen = candidates[best]
-        return Route(best, chosen.two_shot, chosen.chunks, chosen.egress, chosen.ingress, f"predicted {reason}")
+        return Route(
+            best, chosen.two_shot, chosen.chunks, chosen.egress, chosen.ingress, f"predicted {reason}{self.no_peers}"
+        )
+
+    def _peer_route(self, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce) -> Route:
+        assert self.peers is not None
+        sizes = (width, dtype.itemsize, reduce.dtype.itemsize)
+        two_shot, egress, ingress = self.peers.predict(plan, *sizes, reduce.op == "copy")
+        return Route("peer", two_shot, 1, egress, ingress, "one launch over memory that the GPUs map from each other")
 
     def _predict(self, name: str, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce) -> Route:
         transport = TRANSPORTS[name]

@@ -206,10 +206,14 @@ def _exchange_padded(
     group: str,
 ) -> list[Tensor]:
     owner = groups[group]
-    owner.agree_compiled("exchange_padded", x, Reduce(op, scale, dtype), grad, [kinds, x.shape[1], sinks])
+    reduce = Reduce(op, scale, dtype)
+    owner.agree_compiled("exchange_padded", x, reduce, grad, [kinds, x.shape[1], sinks])
+    if owner.engine.peers is not None and owner.engine.transport != "gather":
+        plan = owner.engine.plan(((0, x.shape[1]),) * owner.num_virtual_ranks, intervals(sinks), kinds)
+        return owner.engine.padded_by_peers(plan, x, lengths, reduce)
     rows, all_lengths = gather_padded(owner.engine, x, lengths)
     wanted = owner.hosted(intervals(sinks), kinds[1])
-    outs = [sum_padded_part(rows, all_lengths, interval, Reduce(op, scale, dtype)) for interval in wanted]
+    outs = [sum_padded_part(rows, all_lengths, interval, reduce) for interval in wanted]
     return [*outs, all_lengths]
 
 
@@ -282,7 +286,9 @@ def _exchange_padded_fake(
 
 
 def gathered_rows(engine: Engine) -> int:
-    """R' of :func:`gather_padded`."""
+    """R' of :func:`gather_padded`; R by peers."""
+    if engine.peers is not None and engine.transport != "gather":
+        return len(engine.owners)
     slots = max(engine.owners.count(p) for p in range(engine.world_size))
     ordered = engine.wire is None or _row_order(engine.owners, slots) is not None
     return len(engine.owners) if ordered else engine.world_size * slots

@@ -41,6 +41,7 @@ from .checks import check_size
 from .engine import Engine, Reduce
 from .generators import RankGenerators
 from .layout import Interval, intervals_of, owners_of
+from .peers import Peers
 from .replicas import M, Replicas, make_replicas, reduce_gradients
 from .reports import Explanation, Stats
 from .requests import (
@@ -121,7 +122,8 @@ class ShardGroup:
         signature |= {"transport": transport, "check": check, "device": self.device.type, "costs": repr(table)}
         membership.refuse_shared_gpu(self._agreement.agree("ShardGroup", signature, membership.gpu(self.device)))
         wire = Wire(pg, limit) if pg is not None and self.world_size > 1 else None
-        self.engine = Engine(self.owners, self.rank, wire, transport, table)
+        peers = self._find_peers(transport, limit) if wire is not None else None
+        self.engine = Engine(self.owners, self.rank, wire, transport, table, peers)
         self._runner = Runner(self.engine, self._agreement, self.device)
         #: The virtual ranks hosted by this process, increasing.
         self.virtual_ranks = self._runner.virtual_ranks
@@ -136,9 +138,29 @@ class ShardGroup:
             f"virtual_ranks={list(self.virtual_ranks)}, transport={self.engine.transport!r}, device={self.device})"
         )
 
+    def _find_peers(self, transport: str, limit: timedelta) -> Peers | None:
+        if transport not in ("auto", "peer") or (transport == "auto" and self.device.type != "cuda"):
+            return None
+        assert self.group is not None
+        side = self._agreement.side
+        peers = Peers(self.group, side, self.owners, self.device, limit.total_seconds())
+        if transport == "peer" and peers.reason is not None:
+            raise ValueError(f'transport: "peer" cannot be used: {peers.reason}')
+        return peers
+
     def positions(self, virtual_rank: int) -> tuple[int, int]:
         """Where a virtual rank lives: its process, and its index among that process's shards."""
         return self._runner.position(virtual_rank)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor for shards. Collective; every process passes the same shape and dtype.
+
+        With the peer transport its memory is mapped by all GPUs of the group, which read aligned shards in it in place
+        (:meth:`shardsum.transports.peer.PeerTransport.empty`); else it is an ordinary tensor on the group's device.
+        """
+        if self.engine.peers is not None:
+            return self.engine.peers.transport.empty(shape, dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     # Collectives
 
@@ -397,3 +419,5 @@ class ShardGroup:
         """Raise RuntimeError when the group has failed (a process died, or a call timed out)."""
         if self._agreement.failed is not None:
             raise RuntimeError(self._agreement.failed)
+        if self.engine.peers is not None:
+            self.engine.peers.check()

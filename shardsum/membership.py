@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .checks import check_size
 from .transports import TRANSPORTS
+from .transports.peer_memory import shares_gpus
 
 
 def process_group(group: Any) -> dist.ProcessGroup | None:
@@ -79,15 +80,16 @@ def num_virtual_ranks(value: int | None, pg: dist.ProcessGroup | None, world_siz
 
 
 def check_transport(transport: str, world_size: int) -> None:
-    if transport not in ("auto", *TRANSPORTS):
-        raise ValueError(f"transport: expected one of {['auto', *TRANSPORTS]}, got {transport!r}")
+    names = ["auto", *TRANSPORTS, "peer"]
+    if transport not in names:
+        raise ValueError(f"transport: expected one of {names}, got {transport!r}")
     if world_size > 1 and transport == "local":
         raise ValueError(f'transport: "local" is for one process, the group has {world_size}')
 
 
 def gpu(device: torch.device) -> list[str] | None:
     """Host name and GPU, to notice two processes on one."""
-    if device.type != "cuda":
+    if device.type != "cuda" or shares_gpus():
         return None
     return [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)]
 

@@ -17,6 +17,7 @@ LAYERS = [
     {"operators"},
     {"ops"},
     {"transports"},
+    {"peers"},
     {"agreement", "engine", "generators"},
     {"requests", "exchange", "reports", "membership"},
     {"calls"},
