@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from .agreement import Agreement, Disagreement
 from .checks import check_size
 from .engine import Engine, Job, Reduce
 from .layout import Interval
+from .operators import is_readable
+from .replays import Replays
 from .requests import (
     Request,
     Shards,
@@ -62,6 +64,7 @@ class Runner:
         self.owners, self.num_virtual_ranks = engine.owners, len(engine.owners)
         self.virtual_ranks = tuple(v for v, owner in enumerate(self.owners) if owner == self.rank)
         self.name = f"group{next(_names)}"
+        self.replays = Replays()
         self._stream: torch.cuda.Stream | None = None
         self._agreed = False  # inside a call whose arguments were compared
         operators.groups[self.name] = self
@@ -78,10 +81,11 @@ class Runner:
         sinks: Sequence[Interval],
         kinds: str,
         reduce: Reduce,
+        out: Tensor | None = None,
     ) -> Job:
         """Start an exchange of checked arguments (what the registered operators call)."""
         plan = self.engine.plan(tuple(sources), tuple(sinks), kinds)
-        return self.engine.start(plan, [s.contiguous() for s in shards], reduce)
+        return self.engine.start(plan, [s.contiguous() for s in shards], reduce, out)
 
     def hosted(self, of: Sequence[Any], kind: str) -> list[Any]:
         """What belongs to this process among one item per virtual rank ("v") or per process ("p")."""
@@ -109,7 +113,8 @@ class Runner:
                     f"shards: device lengths need equally padded shards, got {[tuple(s.shape) for s in hosted]}"
                 )
             signature["S_MAX"] = hosted[0].shape[0]
-            request.shards, request.device_lengths = [torch.stack(hosted)], values
+            padded = hosted[0][None] if len(hosted) == 1 else torch.stack(hosted)
+            request.shards, request.device_lengths = [padded], values
             return request
         if form == "counted" and torch.compiler.is_compiling() and self.world_size > 1:
             raise ValueError(
@@ -150,7 +155,9 @@ class Runner:
         lengths: Any,
         async_op: bool,
         deliver: Callable[[list[Tensor]], Any],
+        replay: Hashable | None = None,
     ) -> Any:
+        """Run one call; ``replay`` is its key in :attr:`replays`, if it may be launched again without all this."""
         if torch.compiler.is_compiling():
             return deliver(self._apply(build()))
         self.agreement.begin()
@@ -168,11 +175,41 @@ class Runner:
         try:
             if async_op:
                 return self._begin(request, deliver)
-            return deliver(self._apply(request) if request.needs_grad else self._job(request).result())
+            outs = self._apply(request) if request.needs_grad else self._job(request).result()
+            if replay is not None:
+                self._remember(replay, request)
+            return deliver(outs)
         except RuntimeError as error:
             raise self._failure(name, error) from error
         finally:
             self._agreed = False
+
+    def _remember(self, key: Hashable, request: Request) -> None:
+        route, peers = self.engine.last, self.engine.peers
+        if peers is None or route is None or route.transport != "peer" or self.agreement.check != "first":
+            return
+        if request.needs_grad or request.sources is None or not all(map(is_readable, request.shards)):
+            return
+        plan = self.engine.plan(request.sources, request.sinks, request.kinds)
+        reduce, first = request.reduce, request.shards[0]
+        sizes = (first.shape[1:].numel(), first.dtype, reduce.dtype)
+        launch = peers.launcher(plan, *sizes, reduce.op, reduce.scale)
+
+        def again(outs: list[Tensor], shards: list[Tensor]) -> None:
+            self.engine.last = route
+            launch(outs, shards)
+
+        self.replays.remember(key, again)
+
+    def replay(self, key: Hashable, shards: Shards, out: Tensor) -> bool:
+        """Run a call like an earlier one; False where it has to go the long way."""
+        if key not in self.replays or self.agreement.failed is not None:
+            return False
+        self.agreement.call += 1
+        try:
+            return self.replays.run(key, shards, out)
+        except RuntimeError as error:
+            raise self._failure("all_reduce", error) from error
 
     def agree_compiled(self, name: str, first: Tensor, reduce: Reduce, grad: str, bounds: list[Any]) -> None:
         """Compare the arguments of an operator that compiled code calls (eager calls have done it)."""
@@ -199,7 +236,7 @@ class Runner:
     def _job(self, request: Request) -> Any:
         if request.sources is None:
             return _Ready(lambda: self._apply(request))
-        return self.run(request.shards, request.sources, request.sinks, request.kinds, request.reduce)
+        return self.run(request.shards, request.sources, request.sinks, request.kinds, request.reduce, request.out)
 
     def _begin(self, request: Request, deliver: Callable[[list[Tensor]], Any]) -> Handle:
         """Start a call and return its handle. On CUDA everything runs on a stream of the group's own."""

@@ -9,7 +9,7 @@ While a chunk is summed, the next one travels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -95,25 +95,32 @@ class Engine:
         self.no_peers = "" if peers is None or peers.reason is None else f"; peer memory cannot be used: {peers.reason}"
         self.last: Route | None = None
         self.plan = lru_cache(maxsize=256)(self._plan)
+        self.route = lru_cache(maxsize=256)(self._route)
 
     def _plan(self, sources: tuple[Interval, ...], sinks: tuple[Interval, ...], kinds: str) -> ExchangePlan:
         """``kinds``: "v" virtual rank or "p" process, of sources and of sinks (all_reduce is "vp")."""
         owners = {"v": self.owners, "p": tuple(range(self.world_size))}
         return ExchangePlan(sources, owners[kinds[0]], sinks, owners[kinds[1]], self.world_size)
 
-    def start(self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce) -> Job:
-        """Begin an exchange of contiguous shards ``(|I_r|, *F)``; results are one tensor per hosted sink."""
+    def start(self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, out: Tensor | None = None) -> Job:
+        """Begin an exchange of contiguous shards ``(|I_r|, *F)``; results are one tensor per hosted sink.
+
+        ``out`` may be written in place of a new tensor where there is one sink (the result says whether it was).
+        """
         native.load()
         first = shards[0]
         trailing = first.shape[1:]
         route = self.route(plan, trailing.numel(), first.dtype, reduce, first.device.type)
         self.begin(route)
-        if route.two_shot:
+        if route.two_shot and route.transport != "peer":
             rows = self._rows_per_chunk(plan, route.chunks)
             buffer = first.new_empty((rows * route.chunks, *trailing), dtype=reduce.dtype)
             outs = [buffer[: length(plan.sinks[0])]]
             return Job(outs, self._two_shot(plan, shards, reduce, buffer, rows))
-        outs = [first.new_empty((length(plan.sinks[q]), *trailing), dtype=reduce.dtype) for q in self._hosted(plan)]
+        if out is not None and out.is_contiguous():
+            outs = [out]
+        else:
+            outs = [first.new_empty((length(plan.sinks[q]), *trailing), dtype=reduce.dtype) for q in self._hosted(plan)]
         if route.transport == "peer":
             self._by_peers(plan, shards, reduce, outs)
             return Job(outs, iter(()))
@@ -201,7 +208,7 @@ class Engine:
 
     # Choosing and predicting
 
-    def route(self, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce, device_type: str) -> Route:
+    def _route(self, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce, device_type: str) -> Route:
         """The route of an exchange with ``width`` elements a position, from values that all processes share."""
         if self.world_size == 1:
             return LOCAL_ROUTE

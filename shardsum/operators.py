@@ -48,6 +48,11 @@ def row_contiguous(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or x[0].is_contiguous() else x.contiguous()
 
 
+def is_readable(x: Tensor) -> bool:
+    """Whether the kernels read x's dtype."""
+    return x.dtype in NATIVE_DTYPES
+
+
 def readable(x: Tensor) -> Tensor:
     """x in a dtype that the kernels read (the wide unsigned integers become int64, which wraps alike)."""
     return x if x.dtype in NATIVE_DTYPES else x.to(torch.int64)

@@ -7,7 +7,7 @@ takes this way, which all processes make together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,15 @@ class Peers:
         """Run one exchange on the current stream; arguments as :meth:`PeerTransport.exchange`."""
         rows = list(shards) if op == "copy" else [readable(s) for s in shards]
         self.transport.exchange(plan, rows, outs, op=op, scale=scale, lengths=lengths)
+
+    def launcher(
+        self, plan: ExchangePlan, width: int, dtype: torch.dtype, out_dtype: torch.dtype, op: str, scale: float | None
+    ) -> Callable[[list[Tensor], list[Tensor]], None]:
+        """``launch(outs, shards)`` of such an exchange with nothing left to decide."""
+        prepared = self.transport.prepare(plan, width, dtype, out_dtype, op, scale)
+        held = [plan.sources[r] for r in plan.hosted_sources(self.transport.rank)]
+        bounds = [bound for begin, end in held for bound in (begin, end - begin)]
+        return lambda outs, shards: prepared(outs, shards, bounds)
 
     def gather_lengths(self, plan_of: ExchangePlan, lengths: Tensor) -> Tensor:
         """The ``(R,)`` lengths of all virtual ranks from each process's hosted ones, unread by the host."""

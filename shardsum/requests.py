@@ -33,6 +33,7 @@ class Request:
     grad: str
     signature: dict[str, Any]
     device_lengths: Tensor | None = None
+    out: Tensor | None = None
 
     @property
     def needs_grad(self) -> bool:
@@ -149,8 +150,8 @@ def narrow(shards: Sequence[Tensor], lengths: Sequence[int], hosted: Sequence[in
     return [s if s.shape[0] == lengths[r] else s[: lengths[r]] for r, s in zip(hosted, shards)]
 
 
-def check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, request: Request) -> None:
-    """Raise ValueError unless ``out`` can receive a result of this shape and dtype."""
+def take_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, request: Request) -> None:
+    """Note ``out`` in the request; ValueError when it cannot receive a result of this shape and dtype."""
     if out is None:
         return
     if tuple(out.shape) != shape or out.dtype != dtype:
@@ -161,8 +162,9 @@ def check_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, re
         raise ValueError("out: not possible where gradients are needed; use the returned tensor")
     if any(overlap(out, s) for s in request.shards):
         raise ValueError("out: shares memory with the shards")
+    request.out = out
 
 
 def into(result: Tensor, out: Tensor | None) -> Tensor:
     """``out`` with the result's values, or the result itself."""
-    return result if out is None else out.copy_(result)
+    return result if out is None or out is result else out.copy_(result)

@@ -32,13 +32,15 @@ def test_one_gpu_equals_reference(seed: int) -> None:
 
 
 @marked
-@pytest.mark.parametrize("transport", ["gather", "all_to_all", "auto"])
+@pytest.mark.parametrize("transport", ["gather", "all_to_all", "peer", "auto"])
 def test_nccl_equals_reference(transport: str) -> None:
     run_processes(exchange_in_processes, 2, transport, 11, 8, "cuda", backend="nccl", timeout=150)
 
 
 @marked
-@pytest.mark.parametrize("fn, args", [(chunked, ("all_to_all",)), (movement, ("gather",)), (token_means, ())])
+@pytest.mark.parametrize(
+    "fn, args", [(chunked, ("all_to_all",)), (movement, ("gather",)), (movement, ("peer",)), (token_means, ())]
+)
 def test_nccl_runs_the_cpu_tests_too(fn, args: tuple) -> None:
     run_processes(on_gpu, 2, fn, args, backend="nccl", timeout=150)
 
@@ -134,3 +136,28 @@ def share_a_gpu(rank: int, world_size: int) -> None:
     torch.cuda.set_device(0)
     with pytest.raises(ValueError, match="Host several virtual ranks in one process"):
         ShardGroup(4)
+
+
+def replayed(rank: int, world_size: int) -> None:
+    """Calls alike are launched again without their checks: other values, layouts and lengths must still be right."""
+    group = ShardGroup(2, transport="peer")
+    for lengths in ([40, 7], [40, 7], [3, 40], [40, 7]):
+        for step in range(4):
+            shards = [random_values((40, 24), torch.bfloat16, 10 * step + r) for r in range(2)]
+            expected = reference.ragged_sum(
+                [s[:n] for s, n in zip(shards, lengths)], [0, 0], 40, out_dtype=torch.bfloat16
+            )
+            mine = shards[rank].cuda()
+            if step == 2:
+                mine = mine.t().contiguous().t()
+            for out in (mine.new_full((40, 24), float("nan")), mine.new_full((24, 40), float("nan")).t()):
+                assert group.all_reduce(mine, lengths, size=40, out=out) is out
+                assert_same(out, expected)
+    assert group._runner.replays._launches
+    with pytest.raises(ValueError, match="shares memory"):
+        group.all_reduce(mine, [40, 7], size=40, out=mine)
+
+
+@marked
+def test_replayed_calls() -> None:
+    run_processes(replayed, 2, backend="nccl", timeout=150)

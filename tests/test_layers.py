@@ -19,7 +19,7 @@ LAYERS = [
     {"transports"},
     {"peers"},
     {"agreement", "engine", "generators"},
-    {"requests", "exchange", "reports", "membership"},
+    {"replays", "requests", "exchange", "reports", "membership"},
     {"calls"},
     {"replicas"},
     {"group"},
