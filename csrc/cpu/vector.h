@@ -35,27 +35,32 @@ inline To bits_of(const From& from) {
   return to;
 }
 
-inline float half_to_float(uint16_t h) {
-  const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ff;
-  if (exponent == 31) return bits_of<float>(sign | 0x7f800000 | fraction << 13);
-  if (exponent == 0) {  // zero or denormal: exact in fp32
-    const float magnitude = float(fraction) * 0x1p-24f;
-    return bits_of<float>(sign | bits_of<uint32_t>(magnitude));
-  }
-  return bits_of<float>(sign | (exponent + 112) << 23 | fraction << 13);
+// Halves without an instruction for them: all cases computed, the right one selected. Signed integers throughout:
+// SSE2 neither compares nor converts unsigned ones.
+template <int kLanes>
+inline Vec<float, kLanes> half_to_float(Vec<uint16_t, kLanes> half) {
+  using Int = Vec<int32_t, kLanes>;
+  using F = Vec<float, kLanes>;
+  const Int h = __builtin_convertvector(half, Int), magnitude = h & 0x7fff;
+  const Int small = (Int)(__builtin_convertvector(magnitude, F) * 0x1p-24f);  // zero and denormals, exactly
+  const Int normal = (magnitude << 13) + (112 << 23);
+  const Int special = (magnitude << 13) | 0x7f800000;  // infinity, NaN
+  const Int value = magnitude < 0x400 ? small : magnitude < 0x7c00 ? normal : special;
+  return (F)(value | (h & 0x8000) << 16);
 }
 
-inline uint16_t float_to_half(float f) {
-  const uint32_t u = bits_of<uint32_t>(f), magnitude = u & 0x7fffffff;
-  const uint16_t sign = uint16_t(u >> 16 & 0x8000);
-  if (magnitude > 0x7f800000) return sign | 0x7e00;
-  if (magnitude >= 0x47800000) return sign | 0x7c00;         // 65536 and more
-  if (magnitude < 0x38800000) {                              // below 2^-14: the nearest multiple of 2^-24,
-    const float shifted = bits_of<float>(magnitude) + 0.5f;  // which is the spacing of floats from 0.5 on
-    return sign | uint16_t(bits_of<uint32_t>(shifted) - 0x3f000000);
-  }
-  const uint32_t rounded = magnitude + 0xfff + (magnitude >> 13 & 1);
-  return sign | uint16_t((rounded - 0x38000000) >> 13);  // a carry into the exponent takes 65520 to infinity
+template <int kLanes>
+inline Vec<uint16_t, kLanes> float_to_half(Vec<float, kLanes> f) {
+  using Int = Vec<int32_t, kLanes>;
+  using F = Vec<float, kLanes>;
+  const Int bits = (Int)f, magnitude = bits & 0x7fffffff;
+  // Below 2^-14 the halves are 2^-24 apart, as floats from 0.5 on are: adding 0.5 rounds.
+  const Int small = (Int)((F)magnitude + 0.5f) - 0x3f000000;
+  const Int normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;  // may carry into infinity
+  const Int infinity = Int{} + 0x7c00, nan = Int{} + 0x7e00;
+  const Int beyond = magnitude > 0x7f800000 ? nan : infinity;  // from 65536 on
+  const Int value = magnitude < 0x38800000 ? small : magnitude < 0x47800000 ? normal : beyond;
+  return __builtin_convertvector(value | (bits >> 16 & 0x8000), Vec<uint16_t, kLanes>);
 }
 
 // Element<T>: the accumulator of inputs of T, the Bits that memory holds, and the conversions of whole vectors.
@@ -65,7 +70,13 @@ struct Element {  // integers and bool: added unsigned, so that they wrap
   using Bits = T;
   template <class, int kLanes>
   static Vec<uint64_t, kLanes> widened(Vec<T, kLanes> v) {
-    return (Vec<uint64_t, kLanes>)__builtin_convertvector(v, Vec<int64_t, kLanes>);
+    if constexpr (sizeof(T) == 1) {  // step by step: GCC 12 takes the whole way lane by lane
+      return Element<int16_t>::widened<uint64_t, kLanes>(__builtin_convertvector(v, Vec<int16_t, kLanes>));
+    } else if constexpr (sizeof(T) == 2) {
+      return Element<int32_t>::widened<uint64_t, kLanes>(__builtin_convertvector(v, Vec<int32_t, kLanes>));
+    } else {
+      return (Vec<uint64_t, kLanes>)__builtin_convertvector(v, Vec<int64_t, kLanes>);
+    }
   }
   template <class, int kLanes>
   static Vec<T, kLanes> rounded(Vec<uint64_t, kLanes> v) {
@@ -96,6 +107,8 @@ template <int kLanes>
 inline Vec<uint32_t, kLanes> zero_extended(Vec<uint16_t, kLanes> v) {
 #if defined(__AVX512F__)
   return bits_of<Vec<uint32_t, kLanes>>(_mm512_maskz_cvtepu16_epi32(0xffff, bits_of<__m256i>(v)));
+#elif defined(__AVX2__)
+  return bits_of<Vec<uint32_t, kLanes>>(_mm256_cvtepu16_epi32(bits_of<__m128i>(v)));
 #else
   return __builtin_convertvector(v, Vec<uint32_t, kLanes>);
 #endif
@@ -143,9 +156,7 @@ struct Element<Half> {
 #elif defined(__AVX2__)
     return bits_of<Vec<float, kLanes>>(_mm256_cvtph_ps(bits_of<__m128i>(v)));
 #else
-    Vec<float, kLanes> wide;
-    for (int k = 0; k < kLanes; ++k) wide[k] = half_to_float(v[k]);
-    return wide;
+    return half_to_float<kLanes>(v);
 #endif
   }
   template <class, int kLanes>
@@ -155,9 +166,7 @@ struct Element<Half> {
 #elif defined(__AVX2__)
     return bits_of<Vec<uint16_t, kLanes>>(_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
 #else
-    Vec<uint16_t, kLanes> half;
-    for (int k = 0; k < kLanes; ++k) half[k] = float_to_half(v[k]);
-    return half;
+    return float_to_half<kLanes>(v);
 #endif
   }
 };
