@@ -52,6 +52,7 @@ class Bench:
         self.device, self.size, self.width, self.repeat = device, size, width, repeat
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.rows: list[Row] = []
+        self.transports = ["auto", "gather", "all_to_all"]
 
     def measure(self, fn: Callable[[], object]) -> tuple[float, float, float]:
         """Median, 20 % and 80 % quantile in microseconds of the slowest process."""
@@ -114,7 +115,7 @@ class Bench:
     def all_reduce(self, profile: str, lengths: list[int]) -> None:
         shards = [self.shard(r, n) for r, n in enumerate(lengths)]
         expected = reference.ragged_sum(shards, [0] * len(lengths), self.size, out_dtype=torch.bfloat16)
-        for transport in ("auto", "gather", "all_to_all"):
+        for transport in self.transports:
             group = ShardGroup(len(lengths), transport=transport)
             mine = [shards[v] for v in group.virtual_ranks]
             call = lambda g=group, m=mine: g.all_reduce(m, lengths, size=self.size)  # noqa: E731
@@ -135,7 +136,7 @@ class Bench:
         chunks = intervals_of(split_evenly(self.size, len(held)))
         shards = [self.shard(r, e - b) for r, (b, e) in enumerate(held)]
         expected = reference.exchange(shards, held, chunks, out_dtype=torch.bfloat16)
-        for transport in ("auto", "gather", "all_to_all"):
+        for transport in self.transports:
             group = ShardGroup(len(held), transport=transport, placement=placement)
             mine = [shards[v] for v in group.virtual_ranks]
             call = lambda g=group, m=mine: g.exchange(m, held, chunks, size=self.size)  # noqa: E731
@@ -151,7 +152,7 @@ class Bench:
     def all_gather(self, profile: str, lengths: list[int]) -> None:
         shards = [self.shard(r, n) for r, n in enumerate(lengths)]
         expected = torch.cat(shards)
-        for transport in ("auto", "gather", "all_to_all"):
+        for transport in self.transports:
             group = ShardGroup(len(lengths), transport=transport)
             mine = [shards[v] for v in group.virtual_ranks]
             call = lambda g=group, m=mine: g.all_gather(m, lengths)  # noqa: E731
@@ -194,6 +195,31 @@ def packed_documents(count: int, size: int, mean: int) -> list[Interval]:
     return [(max(s for s in starts if s <= b), e) for b, e in intervals_of(split_evenly(size, count))]
 
 
+def print_table(result: dict) -> None:
+    """Ours (auto) beside the padded collectives: bytes of the busiest process, and time."""
+    print(
+        f"{result['hardware']}, {result['backend']}, {result['processes']} processes, torch {result['torch']},", end=" "
+    )
+    print(f"{result['date']}; S = {result['size']}, width {result['width']}, bf16. MB: total (busiest process).\n")
+    print("| collective | profile | shardsum | MB | us | padded bf16 MB | us | padded fp32 MB | us |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    groups: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in result["rows"]:
+        groups.setdefault((row["collective"], row["profile"]), {})[row["variant"]] = row
+    for (collective, profile), variants in groups.items():
+        ours = next(v for name, v in variants.items() if name.startswith("shardsum auto"))
+        cells = [collective, profile, ours["variant"].split("(")[1].rstrip(")"), *_cells(ours)]
+        if "grouped broadcasts" in variants:
+            cells += [*_cells(variants["grouped broadcasts"]), "(grouped broadcasts)", ""]
+        else:
+            cells += [*_cells(variants["padded bf16"]), *_cells(variants["padded fp32"])]
+        print("| " + " | ".join(cells) + " |")
+
+
+def _cells(row: dict) -> list[str]:
+    return [f"{row['total_bytes'] / 1e6:.2f} ({row['busiest_bytes'] / 1e6:.2f})", f"{row['us']:.0f}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -201,7 +227,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, help="elements a position (default 256 on the CPU, 2048 on GPUs)")
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--json", type=Path, help="where rank 0 writes the rows")
+    parser.add_argument(
+        "--table", type=Path, help="print a JSON file as a table for docs/collectives.md; measures nothing"
+    )
     args = parser.parse_args()
+    if args.table:
+        print_table(json.loads(args.table.read_text()))
+        return
     cuda = args.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
