@@ -14,8 +14,17 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 _NARROW_INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16)
 
 
+def is_strided(value: Any) -> bool:
+    """True for a Tensor whose elements lie in memory at strides (not sparse, nested or opaque)."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+
+
 def describe(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if not is_strided(value):
+        return f"a {value.dtype} Tensor of layout {'nested' if value.is_nested else value.layout}"
+    return f"{value.dtype} {tuple(value.shape)}"
 
 
 def check_host_lengths(
@@ -24,6 +33,7 @@ def check_host_lengths(
     """``(lengths, starts, size)`` as plain ints, or the ValueError that names the virtual rank and both values."""
     lengths = as_ints("lengths", lengths, len(capacities))
     begins = [0] * len(lengths) if starts is None else as_ints("starts", starts, len(capacities))
+    size = None if size is None else check_size(size)
     for r, (start, n, capacity) in enumerate(zip(begins, lengths, capacities)):
         if n < 0:
             raise ValueError(f"lengths: virtual rank {r} has {n}, a length is at least 0")
@@ -64,7 +74,7 @@ def check_index_tensor(name: str, value: Tensor, count: int) -> Tensor:
     """``value`` as a contiguous int32 or int64 tensor ``(count,)``; ValueError when it is anything else."""
     if value.dtype in _NARROW_INDEX_DTYPES:
         value = value.to(torch.int32)
-    if value.dtype not in _INDEX_DTYPES:
+    if value.dtype not in _INDEX_DTYPES or not is_strided(value):
         raise ValueError(f"{name}: expected an integer Tensor ({count},), got {describe(value)}")
     if tuple(value.shape) != (count,):
         raise ValueError(f"{name}: shape {tuple(value.shape)} for {count} virtual ranks")
@@ -82,7 +92,7 @@ def check_shards(shards: Sequence[Tensor], first_rank: Sequence[int] | None = No
     first = shards[0]
     for i, shard in enumerate(shards):
         r = i if first_rank is None else first_rank[i]
-        if not isinstance(shard, Tensor) or shard.dim() < 1:
+        if not is_strided(shard) or shard.dim() < 1:
             raise ValueError(f"shards: virtual rank {r} is {describe(shard)}, expected a Tensor (length, *F)")
         for what in ("dtype", "device"):
             if getattr(shard, what) != getattr(first, what):

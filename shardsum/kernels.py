@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import native, reference
+from .numerics import resolve_out_dtype
 
 _library = torch.library.Library("shardsum", "FRAGMENT")
 _TAIL = "bool mean, float? scale, bool accumulate) -> ()"
@@ -50,6 +51,7 @@ def _sum_padded(
 ) -> None:
     if len(lengths) != x.shape[0] or any(not 0 <= n <= x.shape[1] for n in lengths):
         raise RuntimeError(f"sum_padded: lengths {lengths} do not fit {tuple(x.shape)}")  # as the native one does
+    resolve_out_dtype(x.dtype, out.dtype)
     rows = [x[r, :n] for r, n in enumerate(lengths)]
     _sum_rows(out, rows, starts or [0] * len(rows), mean, scale, accumulate)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels, native, operators
+from .checks import describe, is_strided
 from .numerics import resolve_out_dtype
 from .ops import masked_sum, ragged_sum
 
@@ -37,9 +38,9 @@ class MaskedSum(nn.Module):
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] == 0:
-            found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(f"mask: expected a bool Tensor (R, S_MAX) with R >= 1, got {found}")
+        if not is_strided(mask) or mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] == 0 or mask.is_meta:
+            where = " on meta" if isinstance(mask, Tensor) and mask.is_meta else ""
+            raise ValueError(f"mask: expected a bool Tensor (R, S_MAX) with R >= 1, got {describe(mask)}{where}")
         mask = mask.detach().clone(memory_format=torch.contiguous_format)
         self.intervals = row_intervals(mask)
         self.register_buffer("shard_mask", mask, persistent=False)
@@ -51,8 +52,8 @@ class MaskedSum(nn.Module):
         Raises:
             ValueError: x has another R or S_MAX than the mask, or is on another device.
         """
-        if x.dim() < 2 or x.shape[:2] != self.shard_mask.shape:
-            raise ValueError(f"x: shape {tuple(x.shape)} does not begin with the mask's {tuple(self.shard_mask.shape)}")
+        if not is_strided(x) or x.dim() < 2 or x.shape[:2] != self.shard_mask.shape:
+            raise ValueError(f"x: {describe(x)} does not begin with the mask's {tuple(self.shard_mask.shape)}")
         if x.device != self.shard_mask.device:
             raise ValueError(f"x: on {x.device}, but the mask is on {self.shard_mask.device}")
         if self.intervals is not None:

@@ -14,6 +14,8 @@ integers, bool          int64        int64 (wraps modulo 2^64)
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 
 _SHORT_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -67,10 +69,19 @@ def resolve_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torc
     return out_dtype
 
 
-def check_op(op: str, scale: float | None, dtype: torch.dtype) -> None:
-    """Raise ValueError unless ``op`` is "sum" or "mean" and mean/scale are used on floating dtypes only."""
+def check_op(op: str, scale: float | None, dtype: torch.dtype) -> float | None:
+    """``scale`` as a float; ValueError unless it is a number, ``op`` is "sum" or "mean", and mean and scale are used on
+    floating dtypes only. A Tensor is refused: its gradient would be lost."""
     if op not in ("sum", "mean"):
         raise ValueError(f'op: expected "sum" or "mean", got {op!r}')
     if accumulator_dtype(dtype) == torch.int64 and (op == "mean" or scale is not None):
         what = "mean" if op == "mean" else "scale"
         raise ValueError(f"{what} of {dtype} has no exact result; convert the shards to a floating dtype first")
+    if scale is None or torch.compiler.is_compiling():  # may be a symbol there
+        return scale
+    try:
+        if isinstance(scale, Real):
+            return float(scale)
+    except OverflowError:
+        pass
+    raise ValueError(f"scale: expected a float, got {scale!r}")

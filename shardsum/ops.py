@@ -16,12 +16,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from . import kernels, native, operators
-from .checks import as_ints, check_host_lengths, check_index_tensor, check_shards, check_size, describe, overlap
+from .checks import (
+    as_ints,
+    check_host_lengths,
+    check_index_tensor,
+    check_shards,
+    check_size,
+    describe,
+    is_strided,
+    overlap,
+)
 from .numerics import check_op, resolve_out_dtype
 
 _USUAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_INTS = {int}
 
 
 def ragged_sum(
@@ -95,9 +106,9 @@ def masked_sum(
     Raises:
         ValueError: an argument is malformed; the message names it and both values.
     """
-    if not isinstance(x, Tensor) or x.dim() < 2:
+    if not is_strided(x) or x.dim() < 2:
         raise ValueError(f"x: expected a Tensor (R, S_MAX, *F), got {describe(x)}")
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+    if not is_strided(mask) or mask.dtype != torch.bool:
         raise ValueError(f"mask: expected a bool Tensor {tuple(x.shape[:2])}, got {describe(mask)}")
     if mask.shape != x.shape[:2]:
         raise ValueError(f"mask: shape {tuple(mask.shape)} does not match the shards' {tuple(x.shape[:2])}")
@@ -105,7 +116,7 @@ def masked_sum(
         raise ValueError(f"mask: on {mask.device}, but x is on {x.device}")
     if x.shape[0] == 0:
         raise ValueError("x: no virtual ranks (dim 0 is empty)")
-    out_dtype = _check_numerics(op, scale, x.dtype, out_dtype, out)
+    scale, out_dtype = _check_numerics(op, scale, x.dtype, out_dtype, out)
     if torch.compiler.is_compiling() or _needs_grad(x):
         _refuse_out_with_grad(out)
         return _copy_out(operators.masked_sum(x, mask, op, scale, out_dtype), out)
@@ -135,23 +146,25 @@ def _unchecked(
         return None
     if x.dtype not in _USUAL or (op != "sum" and op != "mean") or (x.requires_grad and torch.is_grad_enabled()):
         return None
-    shape = x.shape[1:]
-    if not shape or (size is not None and size != shape[0]):
-        return None
-    if out is None:
-        if out_dtype is not None and out_dtype not in _USUAL:
-            return None
-        result = x.new_empty(shape, dtype=out_dtype)
-    elif out.shape != shape or out.device != x.device or out.requires_grad or out_dtype is not None or overlap(out, x):
-        return None
-    else:
-        result = out
-    native.load()
+    if {*map(type, lengths)} != _INTS or (scale is not None and type(scale) is not float):
+        return None  # the operator would read 3.7 in a Tensor as 3, and drop a scale's gradient
     try:
+        shape = x.shape[1:]
+        if not shape or (size is not None and size != shape[0]):
+            return None
+        if out is None:
+            if out_dtype is not None and out_dtype not in _USUAL:
+                return None
+            result = x.new_empty(shape, dtype=out_dtype)
+        elif out.shape != shape or out.device != x.device or out.requires_grad or out_dtype or overlap(out, x):
+            return None
+        else:
+            result = out
+        native.load()
         kernels.sum_padded(result, x, [], lengths, op == "mean", scale, False)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, AttributeError):
         return None
-    return result
+    return _deliver(result, out)
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
@@ -160,11 +173,13 @@ def _needs_grad(*tensors: Tensor) -> bool:
 
 def _check_numerics(
     op: str, scale: float | None, dtype: torch.dtype, out_dtype: torch.dtype | None, out: Tensor | None
-) -> torch.dtype:
-    check_op(op, scale, dtype)
-    if out_dtype is None and out is not None:
-        out_dtype = out.dtype
-    return resolve_out_dtype(dtype, out_dtype)
+) -> tuple[float | None, torch.dtype]:
+    scale = check_op(op, scale, dtype)
+    if out is not None:
+        if not is_strided(out):
+            raise ValueError(f"out: expected a Tensor, got {describe(out)}")
+        out_dtype = out_dtype or out.dtype
+    return scale, resolve_out_dtype(dtype, out_dtype)
 
 
 def _refuse_out_with_grad(out: Tensor | None) -> None:
@@ -190,16 +205,16 @@ def _padded(
     out: Tensor | None,
     accumulate: bool,
 ) -> Tensor:
-    if x.dim() < 2 or x.shape[0] == 0:
-        raise ValueError(f"shards: expected a padded Tensor (R, S_MAX, *F) with R >= 1, got shape {tuple(x.shape)}")
+    if not is_strided(x) or x.dim() < 2 or x.shape[0] == 0:
+        raise ValueError(f"shards: expected a padded Tensor (R, S_MAX, *F) with R >= 1, got {describe(x)}")
     num_ranks, capacity = x.shape[0], x.shape[1]
     compiling = torch.compiler.is_compiling()
     needs_grad = _needs_grad(x)
-    out_dtype = _check_numerics(op, scale, x.dtype, out_dtype, out)
+    scale, out_dtype = _check_numerics(op, scale, x.dtype, out_dtype, out)
     if lengths is None:
         lengths = [capacity] * num_ranks
     if not compiling:
-        lengths, starts = _tensors_to_host(x, lengths, starts)
+        lengths, starts = _tensors_to_host(num_ranks, lengths, starts)
     if isinstance(lengths, Tensor) or isinstance(starts, Tensor):
         lengths, starts = _device_bounds(x, lengths, starts)
         if size is None:
@@ -243,12 +258,12 @@ def _listed(
     shards = check_shards(shards)
     first = shards[0]
     compiling = torch.compiler.is_compiling()
-    out_dtype = _check_numerics(op, scale, first.dtype, out_dtype, out)
+    scale, out_dtype = _check_numerics(op, scale, first.dtype, out_dtype, out)
     for name, value in (("lengths", lengths), ("starts", starts)):
         if isinstance(value, Tensor) and not value.is_cpu:
             raise ValueError(f"{name}: a device tensor needs padded shards (R, S_MAX, *F), not a list")
-    lengths = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-    starts = starts.tolist() if isinstance(starts, Tensor) else starts
+    lengths, starts = _tensors_to_host(len(shards), lengths, starts)
+    assert not isinstance(lengths, Tensor) and not isinstance(starts, Tensor)
     capacities = [shard.shape[0] for shard in shards]
     if compiling:  # values are symbols here; the operator checks them when it runs
         lengths, begins = lengths or capacities, starts or [0] * len(shards)
@@ -267,15 +282,14 @@ def _listed(
     return _deliver(result, out)
 
 
-def _tensors_to_host(x: Tensor, lengths: Any, starts: Any) -> tuple[Any, Any]:
-    """CPU tensors become ints, unless the other one is a device tensor (then the pair stays together on x's device)."""
-    on_device = any(isinstance(v, Tensor) and not v.is_cpu for v in (lengths, starts))
-    if on_device:
+def _tensors_to_host(num_ranks: int, lengths: Any, starts: Any) -> tuple[Any, Any]:
+    """CPU tensors become ints, unless the other one is a device tensor (then the pair stays together there)."""
+    if any(isinstance(v, Tensor) and not v.is_cpu for v in (lengths, starts)):
         return lengths, starts
     values = []
     for name, value in (("lengths", lengths), ("starts", starts)):
         if isinstance(value, Tensor):
-            value = check_index_tensor(name, value, x.shape[0]).tolist()
+            value = check_index_tensor(name, value, num_ranks).tolist()
         values.append(value)
     return values[0], values[1]
 
@@ -319,6 +333,8 @@ def _result(
         raise ValueError(f"out: shape {tuple(out.shape)}, but the result has {(size, *trailing)}")
     if out.dtype != out_dtype or out.device != x.device:
         raise ValueError(f"out: {out.dtype} on {out.device}, but the result is {out_dtype} on {x.device}")
+    if any(stride == 0 and n > 1 for n, stride in zip(out.shape, out.stride())):
+        raise ValueError(f"out: is expanded (strides {out.stride()}); several elements share one place in memory")
     if _needs_grad(out):
         raise ValueError("out: requires grad; the result is written in place without autograd")
     for r, shard in enumerate(shards):
@@ -328,6 +344,9 @@ def _result(
 
 
 def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
-    if out is None or out is result:
+    if out is None:
         return result
-    return out if out.data_ptr() == result.data_ptr() and out.is_contiguous() else out.copy_(result)
+    if out is not result and (out.data_ptr() != result.data_ptr() or not out.is_contiguous()):
+        return out.copy_(result)
+    increment_version(out)  # autograd must notice when it has saved the values that the kernel overwrote
+    return out

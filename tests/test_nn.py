@@ -111,3 +111,10 @@ def test_refuses_other_shapes_and_devices() -> None:
         module(torch.ones(3, 2))
     with pytest.raises(ValueError, match="x: on meta, but the mask is on cpu"):
         module(torch.ones(2, 3, device="meta"))
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    with pytest.raises(ValueError, match="x: None does not begin"):
+        MaskedSum(torch.ones(2, 3, dtype=torch.bool))(None)
+    with pytest.raises(ValueError, match=r"mask: .* on meta"):
+        MaskedSum(torch.ones(2, 3, dtype=torch.bool, device="meta"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from values import B0_LENGTHS, B0_SUM, FLOATS, INTEGERS, assert_same, b0, random_values
 
 import shardsum
-from shardsum import bits, operators, reference
+from shardsum import bits, kernels, operators, reference
 from shardsum.numerics import resolve_out_dtype
 
 
@@ -238,6 +238,24 @@ BAD = [
     (lambda x: shardsum.masked_sum(x, torch.ones(4, 5, dtype=torch.bool)), r"mask: shape \(4, 5\)"),
     (lambda x: shardsum.masked_sum(x, torch.ones(4, 6)), r"mask: expected a bool"),
     (lambda x: shardsum.masked_sum(x[0], torch.ones(6, dtype=torch.bool)), r"x: expected a Tensor"),
+    (lambda x: shardsum.masked_sum(x.to_sparse(), x > 0), r"x: expected a Tensor.*layout torch.sparse_coo"),
+    (lambda x: shardsum.masked_sum(x, (x > 0).to_sparse()), r"mask: expected a bool"),
+    (lambda x: shardsum.ragged_sum(x.to_sparse(), [1] * 4), r"shards: expected a padded Tensor.*sparse_coo"),
+    (lambda x: shardsum.ragged_sum(torch.nested.as_nested_tensor(list(x)), [1] * 4), r"shards: .*layout nested"),
+    (lambda x: shardsum.ragged_sum([x[0], x[1].to_sparse()]), r"shards: virtual rank 1 is .*sparse_coo"),
+    (lambda x: shardsum.ragged_sum(x, [torch.tensor(2.5)] * 4), r"lengths: expected 4 ints"),
+    (lambda x: shardsum.ragged_sum(list(x), torch.ones(4, dtype=torch.bool)), r"lengths: expected an integer Tensor"),
+    (lambda x: shardsum.ragged_sum(x[:0], []), r"shards: expected .* with R >= 1"),
+    (lambda x: shardsum.ragged_sum(x, [1] * 4, size="6"), r"size: expected an int, got '6'"),
+    (lambda x: shardsum.ragged_sum(x, [1] * 4, size=2**63), r"size: 9223372036854775808 is more than"),
+    (lambda x: shardsum.ragged_sum(x, [1] * 4, starts=[2**62] * 4), r"size: .* is more than"),
+    (lambda x: shardsum.ragged_sum(x, [1] * 4, scale="2"), r"scale: expected a float, got '2'"),
+    (lambda x: shardsum.ragged_sum(list(x), scale=10**400), r"scale: expected a float"),
+    (lambda x: shardsum.ragged_sum(x, [1] * 4, scale=torch.ones((), requires_grad=True)), r"scale: expected a float"),
+    (lambda x: shardsum.masked_sum(x, x > 0, scale=[1.0]), r"scale: expected a float, got \[1.0\]"),
+    (lambda x: shardsum.ragged_sum(x, [1] * 4, out=[0.0]), r"out: expected a Tensor, got \[0.0\]"),
+    (lambda x: shardsum.ragged_sum(list(x), out=torch.empty(6).to_sparse()), r"out: expected a Tensor"),
+    (lambda x: shardsum.ragged_sum(x, [1] * 4, out=torch.empty(1).expand(6)), r"out: is expanded"),
 ]  # fmt: skip
 
 
@@ -245,6 +263,26 @@ BAD = [
 def test_bad_input_is_named(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(b0())
+
+
+def test_the_fallback_refuses_what_the_native_kernel_refuses() -> None:
+    with pytest.raises(ValueError, match=r"out_dtype: torch\.int64 is not possible"):
+        kernels._sum_padded(torch.empty(6, dtype=torch.int64), b0(), [], B0_LENGTHS, False, None, False)
+
+
+@pytest.mark.parametrize("call", [
+    lambda x, out: shardsum.ragged_sum(x, B0_LENGTHS, out=out),
+    lambda x, out: shardsum.ragged_sum(x, B0_LENGTHS, out=out, accumulate=True),
+    lambda x, out: shardsum.ragged_sum(list(x), out=out),
+    lambda x, out: shardsum.ragged_sum(x, starts=torch.tensor([0] * 4), out=out),
+    lambda x, out: shardsum.masked_sum(x, x > 20, out=out),
+])  # fmt: skip
+def test_autograd_notices_that_out_was_overwritten(call) -> None:
+    out, weight = torch.ones(6), torch.ones(6, requires_grad=True)
+    loss = (out * weight).sum()  # saves out
+    call(b0(), out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 # torch.library and torch.compile
