@@ -16,6 +16,7 @@ from . import exchange as operators
 from .agreement import Agreement, Disagreement
 from .checks import check_size
 from .engine import Engine, Job, Reduce
+from .exchange_padded import exchange_padded
 from .layout import Interval
 from .operators import is_readable
 from .replays import Replays
@@ -230,7 +231,7 @@ class Runner:
         tail = (request.kinds, reduce.op, reduce.scale, reduce.dtype, request.grad, self.name)
         sinks = operators.flatten(request.sinks)
         if request.sources is None:
-            return operators.exchange_padded(request.shards[0], request.device_lengths, sinks, *tail)[:-1]
+            return exchange_padded(request.shards[0], request.device_lengths, sinks, *tail)[:-1]
         return operators.exchange(request.shards, operators.flatten(request.sources), sinks, None, *tail)
 
     def _job(self, request: Request) -> Any:

@@ -10,7 +10,7 @@ import torch._dynamo.testing
 from processes import run_processes
 from values import assert_same, random_values
 
-from shardsum import ShardGroup, exchange
+from shardsum import ShardGroup, exchange, exchange_padded
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -31,7 +31,7 @@ def test_opcheck_exchange_padded(kinds: str, grad: str, requires_grad: bool) -> 
     x = torch.randn(4, 6, 2, requires_grad=requires_grad)
     sinks = [0, 2, 2, 3, 3, 5, 5, 6] if kinds == "vv" else [0, 6]
     args = (x, torch.tensor([3, 0, 6, 1]), sinks, kinds, "mean", 0.5, torch.float32, grad, group._runner.name)
-    torch.library.opcheck(exchange.exchange_padded, args)
+    torch.library.opcheck(exchange_padded.exchange_padded, args)
 
 
 def test_opcheck_coverage() -> None:

@@ -19,7 +19,7 @@ LAYERS = [
     {"transports"},
     {"peers"},
     {"agreement", "engine", "generators"},
-    {"replays", "requests", "exchange", "reports", "membership"},
+    {"replays", "requests", "exchange", "exchange_padded", "reports", "membership"},
     {"calls"},
     {"replicas"},
     {"group"},
