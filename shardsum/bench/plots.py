@@ -1,0 +1,127 @@
+"""Pictures of measurements: rate against fill, time against bytes, the roofline; a panel per operation and dtype."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .rows import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_OPERATIONS = ("ragged_sum", "all_reduce", "reduce_scatter")
+_STYLES = {"shardsum": "-", "copy": ":"}  # of names that begin so; others "--"
+
+
+def save(beside: Path, facts: dict[str, Any], rows: list[Row]) -> list[Path]:
+    """Write the PNG files that ``rows`` have data for, named after the JSON file ``beside``; returns their paths."""
+    pictures: dict[str, tuple[Callable[[Axes, list[Row]], bool], str, str]] = {
+        "fill": (_draw_fill, "valid share of the padded shards", "GB/s"),
+        "time": (_draw_time, "bytes", "microseconds a call"),
+        "roofline": (lambda axes, some: _draw_roofline(axes, some, facts), "bytes", "GB/s"),
+    }
+    panels = _panels(rows)
+    paths = []
+    for name, (draw, x, y) in pictures.items():
+        path = beside.with_name(f"{beside.stem}_{name}.png")
+        if _picture(path, panels, draw, x, y, _title(facts)):
+            paths.append(path)
+    return paths
+
+
+def _title(facts: dict[str, Any]) -> str:
+    hardware = facts["gpu"] if facts.get("device") == "cuda" and "gpu" in facts else facts.get("cpu", "")
+    count = f"{facts['processes']} processes, " if "processes" in facts else ""
+    return f"{count}{hardware}, torch {facts.get('torch')}, {facts.get('date')}"
+
+
+def _panels(rows: list[Row]) -> dict[str, list[Row]]:
+    panels = defaultdict(list)
+    for row in rows:
+        if row.operation in _OPERATIONS:
+            panels[f"{row.operation}, {row.dtype}"].append(row)
+    return dict(panels)
+
+
+def _picture(
+    path: Path, panels: dict[str, list[Row]], draw: Callable[[Axes, list[Row]], bool], x: str, y: str, title: str
+) -> bool:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: no display, no global state
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5 * max(1, len(panels)), 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    drawn = False
+    for axes, (name, rows) in zip(figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels.items()):
+        axes.set(title=name, xlabel=x, ylabel=y)
+        axes.grid(alpha=0.3)
+        if draw(axes, rows):
+            axes.legend(fontsize=8)
+            drawn = True
+    figure.suptitle(title, fontsize=9)
+    if drawn:
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+    return drawn
+
+
+def _lines(axes: Axes, rows: Iterable[Row], x: Callable[[Row], float], y: Callable[[Row], float]) -> bool:
+    """A line per variant that has two points or more."""
+    points = defaultdict(list)
+    for row in rows:
+        points[row.variant].append((x(row), y(row)))
+    drawn = False
+    for variant, pairs in points.items():
+        if len({a for a, _ in pairs}) > 1:
+            style = next((s for name, s in _STYLES.items() if variant.startswith(name)), "--")
+            axes.plot(*zip(*sorted(pairs)), style, marker="o", ms=3, lw=1.2, label=variant)
+            drawn = True
+    return drawn
+
+
+def _draw_fill(axes: Axes, rows: list[Row]) -> bool:
+    """Of the shape that was measured at most fills; skewed lengths differ in more than their fill."""
+    rows = [row for row in rows if row.profile != "skewed"]
+    fills = Counter(shape for shape, _ in {(_shape(row), row.fill) for row in rows})
+    if not fills:
+        return False
+    shape = max(fills, key=lambda s: (fills[s], s))
+    return _lines(axes, (row for row in rows if _shape(row) == shape), lambda r: r.fill, lambda r: r.gbps)
+
+
+def _shape(row: Row) -> tuple[int, int, int]:
+    return row.num_virtual_ranks, row.size, row.width
+
+
+def _draw_time(axes: Axes, rows: list[Row]) -> bool:
+    """Of the profile that was measured at most sizes."""
+    sizes = Counter(profile for profile, _ in {(_profile(row), _shape(row)) for row in rows})
+    if not sizes:
+        return False
+    profile = max(sizes, key=lambda p: (sizes[p], p))
+    axes.set(xscale="log", yscale="log")
+    return _lines(axes, (row for row in rows if _profile(row) == profile), lambda r: r.bytes, lambda r: r.us)
+
+
+def _profile(row: Row) -> str:
+    return row.case.split(f" {row.dtype}")[0]
+
+
+def _draw_roofline(axes: Axes, rows: list[Row], facts: dict[str, Any]) -> bool:
+    """Every case of every variant, under the copy of as many bytes or the rate of the wire."""
+    axes.set(xscale="log", yscale="log")
+    roof = [(row.bytes, row.gbps) for row in rows if row.variant == "copy"]
+    if roof:
+        axes.plot(*zip(*sorted(roof)), "k:", lw=1, label="copy of as many bytes")
+    elif "wire_gbps" in facts:
+        axes.axhline(facts["wire_gbps"], color="k", ls=":", lw=1, label=f"wire: {facts['wire']}")
+    drawn = False
+    for variant in dict.fromkeys(row.variant for row in rows if row.variant != "copy"):
+        some = [row for row in rows if row.variant == variant]
+        rates = [r.gbps if r.wire_bytes is None else r.wire_bytes / r.us / 1e3 for r in some]
+        marker = "o" if variant.startswith("shardsum") else "x"
+        axes.plot([r.bytes for r in some], rates, marker, ms=4, ls="", label=variant)
+        drawn = True
+    return drawn

@@ -1,0 +1,181 @@
+"""Timing of several variants of one job in one run: in turns, so that a slow moment of the machine hits all alike.
+
+A variant is one call, or a list of calls on buffers of their own, taken one after another so that none finds its data
+in a cache. On the CPU calls are timed as they run; on a GPU they are captured in a CUDA graph whose replays are timed
+with events (:func:`host_seconds` has the host's time of an eager call). With several processes every figure is that of
+the slowest one; they all time the same variants in the same order.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Call = Callable[[], Any]
+
+_MOST_NODES = 400  # calls in one CUDA graph
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call: the median, the 20th and 80th percentile as its spread, and the least one."""
+
+    median: float
+    least: float
+    p20: float
+    p80: float
+    samples: int
+
+    def __str__(self) -> str:
+        return f"{self.median * 1e6:.4g} us [{self.p20 * 1e6:.4g}, {self.p80 * 1e6:.4g}], least {self.least * 1e6:.4g}"
+
+
+class Processes:
+    """Those that measure together.
+
+    Args:
+        group: a process group on the host (gloo); None for a lone process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def slowest(self, value: float) -> float:
+        """The largest value of all processes; returns when all have come."""
+        if self.group is None:
+            return value
+        everyone = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(everyone, torch.tensor([value], dtype=torch.float64), group=self.group)
+        return max(float(v) for v in everyone)
+
+
+class Sampler:
+    """One variant, ready: calling it measures once and gives seconds a call.
+
+    Attributes:
+        output: what the last call returned; its values are those of the last measurement.
+    """
+
+    output: Any
+
+    def __call__(self) -> float:
+        raise NotImplementedError
+
+
+class HostSampler(Sampler):
+    """Calls that end when they return."""
+
+    def __init__(self, calls: Sequence[Call], least_seconds: float, processes: Processes) -> None:
+        self.calls, self.processes, self.passes = calls, processes, 1
+        self()
+        seconds = self() * len(calls)
+        self.passes = max(1, round(least_seconds / max(seconds, 1e-7)))
+
+    def __call__(self) -> float:
+        self.processes.slowest(0)
+        begin = time.perf_counter()
+        for _ in range(self.passes):
+            for call in self.calls:
+                self.output = call()
+        seconds = time.perf_counter() - begin
+        return self.processes.slowest(seconds / (self.passes * len(self.calls)))
+
+
+class GraphSampler(Sampler):
+    """Calls that enqueue work on the current CUDA device, timed as one CUDA graph."""
+
+    def __init__(self, calls: Sequence[Call], least_seconds: float, processes: Processes) -> None:
+        self.processes = processes
+        for call in calls:  # warm up: compiling, loading and first uses cannot be captured
+            call()
+        seconds = self.processes.slowest(self._elapsed(lambda: [call() for call in calls])) / len(calls)
+        passes = min(round(least_seconds / max(seconds, 1e-7)), _MOST_NODES) // len(calls)
+        self.count = max(1, passes) * len(calls)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            for i in range(self.count):
+                self.output = calls[i % len(calls)]()
+
+    def __call__(self) -> float:
+        self.processes.slowest(0)
+        self.graph.replay()  # brings processes together, and hides the launch of what is measured
+        return self.processes.slowest(self._elapsed(self.graph.replay) / self.count)
+
+    def _elapsed(self, run: Call) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def sampler(
+    calls: Call | Sequence[Call],
+    *,
+    device: str = "cpu",
+    least_seconds: float | None = None,
+    processes: Processes | None = None,
+) -> Sampler:
+    """Prepare a variant.
+
+    Args:
+        calls: functions without arguments.
+        device: "cpu" or "cuda".
+        least_seconds: shorter calls are repeated within one measurement until they take about so long (default 0.2 ms
+            on the CPU, 2 ms on a GPU).
+        processes: those that measure it together.
+    """
+    calls = [calls] if callable(calls) else list(calls)
+    kind, least = (GraphSampler, 2e-3) if device == "cuda" else (HostSampler, 2e-4)
+    return kind(calls, least if least_seconds is None else least_seconds, processes or Processes())
+
+
+def take_turns(
+    variants: Mapping[str, Call | Sequence[Call]],
+    *,
+    samples: int = 25,
+    least_seconds: float | None = None,
+    device: str = "cpu",
+) -> dict[str, Timing]:
+    """Time variants against each other; arguments as in :func:`sampler`."""
+    return turns({n: sampler(c, device=device, least_seconds=least_seconds) for n, c in variants.items()}, samples)
+
+
+def turns(samplers: Mapping[str, Callable[[], float]], samples: int) -> dict[str, Timing]:
+    """``samples`` measurements of each prepared variant, in turns."""
+    measured: dict[str, list[float]] = {name: [] for name in samplers}
+    for _ in range(samples):
+        for name, sample in samplers.items():
+            measured[name].append(sample())
+    return {name: summary(values) for name, values in measured.items()}
+
+
+def host_seconds(calls: Sequence[Call], processes: Processes, *, samples: int = 7, least_calls: int = 32) -> float:
+    """Median seconds that the host is busy with an eager call that enqueues work on a GPU."""
+    passes = -(-least_calls // len(calls))
+    measured = []
+    for _ in range(samples):
+        torch.cuda.synchronize()
+        processes.slowest(0)
+        begin = time.perf_counter()
+        for _ in range(passes):
+            for call in calls:
+                call()
+        measured.append((time.perf_counter() - begin) / (passes * len(calls)))
+    torch.cuda.synchronize()
+    return processes.slowest(statistics.median(measured))
+
+
+def summary(values: Sequence[float]) -> Timing:
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return Timing(
+        statistics.median(ordered), ordered[0], ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered)
+    )
