@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _MOST_COPIES = 32
+_CACHES = {"cpu": 2, "cuda": 4}  # a guest machine hardly has all of its processor's cache
 _MEMORY = {"cpu": 1.2e9, "cuda": 24e9}  # bytes of all shards together
 
 
@@ -55,10 +56,10 @@ def make_buffers(x: Tensor, useful_bytes: int) -> tuple[list[Buffers], bool]:
 def rotation(device: str, useful_bytes: int, most: int) -> tuple[int, bool]:
     """How many sets of buffers take turns, and whether that is too much for the last cache to hold.
 
-    Twice the cache where ``most`` sets suffice for it. Where they do not, one: what is small is in the cache in a
-    training step too, and several sets would leave open how much of them is.
+    Several times the cache where ``most`` sets suffice for it. Where they do not, one: what is small is in the cache
+    in a training step too, and several sets would leave open how much of them is.
     """
-    count = math.ceil(2 * cache_bytes(device) / max(1, useful_bytes))
+    count = math.ceil(_CACHES[device] * cache_bytes(device) / max(1, useful_bytes))
     return (count, True) if count <= most else (1, False)
 
 

@@ -175,7 +175,7 @@ class _Collective:
         part = padded.nbytes // self.suite.world_size
         tolerance = self._tolerance(dtype)
         if self.case.operation == "reduce_scatter":
-            out = padded.new_empty(self.want.shape)
+            out = padded.new_full(self.want.shape, float("nan"))
             scatter = lambda: (dist.reduce_scatter_tensor(out, padded), out)[1]  # noqa: E731
             return Variant(f"dist.reduce_scatter {name}", [scatter], self.want, tolerance, wire_bytes=others * part)
         work = padded.clone()

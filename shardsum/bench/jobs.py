@@ -86,7 +86,9 @@ class Bench:
         baseline = next((name for name in job.baselines if name in timings), None)
         rows = []
         for variant, _, wrong in ready.values():
-            host = host_seconds(variant.calls, self.processes) if self.device == "cuda" else None
+            host = None
+            if self.device == "cuda":
+                host = host_seconds(variant.calls, self.processes, timings[variant.name].median)
             rows.append(_row(job, variant, timings, baseline, host, wrong))
         self.report.add(rows)
 

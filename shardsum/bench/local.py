@@ -10,6 +10,7 @@ copy             dst.copy_(src), half the useful bytes read and half written: th
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .baselines import BASELINES, Baselines
 from .buffers import BufferCall, Buffers, make_buffers
 from .cases import DTYPES, Case, lengths_of
 from .jobs import Job, Variant, rounding
+
 
 def prepare(case: Case, device: str, baselines: Baselines) -> Job:
     """The job of a case on "cpu" or the current CUDA device."""
@@ -73,10 +75,8 @@ class _Sums:
 
     # Variants
 
-    def _variant(
-        self, name: str, call: BufferCall, want: Tensor | None, tolerance: Tensor | None = None
-    ) -> Variant:
-        return Variant(name, [lambda b=b: call(b) for b in self.buffers], want, tolerance)
+    def _variant(self, name: str, call: BufferCall, want: Tensor | None, tolerance: Tensor | None = None) -> Variant:
+        return Variant(name, [partial(call, b) for b in self.buffers], want, tolerance)
 
     def _copy(self, b: Buffers) -> Tensor:
         return b.source.clone() if self.case.operation == "allocating" else b.target.copy_(b.source)

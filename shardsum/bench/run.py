@@ -42,8 +42,8 @@ def run(argv: Sequence[str]) -> int:
         return _Run(config, quick, argv).all()
 
 
-def parse(argv: Sequence[str]) -> tuple[BenchConfig, bool]:
-    """The options, and whether ``--quick`` is among them."""
+def make_parser() -> ArgumentParser:
+    """The parser of the arguments after ``bench``."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(
         prog="shardsum bench",
@@ -54,7 +54,12 @@ def parse(argv: Sequence[str]) -> tuple[BenchConfig, bool]:
     parser.add_argument("--config", action="config", help="YAML file; options after it win")
     parser.add_class_arguments(BenchConfig)
     parser.add_argument("--quick", action="store_true", help="small sizes, few samples, no torch.compile")
-    options = parser.parse_args(list(argv))
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[BenchConfig, bool]:
+    """The options, and whether ``--quick`` is among them."""
+    options = make_parser().parse_args(list(argv))
     values = {f.name: options[f.name] for f in fields(BenchConfig)}
     for name in ("json", "plot", "calibrate"):
         values[name] = Path(values[name]) if values[name] is not None else None
@@ -68,7 +73,7 @@ def parse(argv: Sequence[str]) -> tuple[BenchConfig, bool]:
 
 
 def _calibrate(path: Path) -> int:
-    group = ShardGroup()
+    group = ShardGroup(dist.get_world_size() if dist.is_initialized() else 1)
     found = calibrate(group)
     if group.rank == 0:
         costs.save({group.device.type: found}, path)

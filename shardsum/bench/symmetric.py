@@ -50,7 +50,7 @@ class Symmetric:
     def variants(self, padded: Tensor, want: Tensor, tolerance: Tensor) -> list[Variant]:
         """all_reduce of a padded bf16 buffer. Collective: fills the shared buffer."""
         ops, name, flat = torch.ops.symm_mem, self.name, padded.view(-1)
-        shared, work, out = self.shared[: flat.numel()], self.work[: flat.numel()], torch.empty_like(flat)
+        shared, work, out = self.shared[: flat.numel()], self.work[: flat.numel()], torch.full_like(flat, float("nan"))
         others, num_bytes = self.world_size - 1, flat.nbytes
         self._fill(shared, flat)
 

@@ -157,11 +157,12 @@ def turns(samplers: Mapping[str, Callable[[], float]], samples: int) -> dict[str
     return {name: summary(values) for name, values in measured.items()}
 
 
-def host_seconds(calls: Sequence[Call], processes: Processes, *, samples: int = 7, least_calls: int = 32) -> float:
-    """Median seconds that the host is busy with an eager call that enqueues work on a GPU."""
-    passes = -(-least_calls // len(calls))
+def host_seconds(calls: Sequence[Call], processes: Processes, device_seconds: float) -> float:
+    """Median seconds that the host is busy with an eager call that enqueues ``device_seconds`` of work on a GPU."""
+    count = min(32, max(4, round(5e-3 / device_seconds)))  # the queue must not fill
+    passes = -(-count // len(calls))
     measured = []
-    for _ in range(samples):
+    for _ in range(7):
         torch.cuda.synchronize()
         processes.slowest(0)
         begin = time.perf_counter()
