@@ -80,7 +80,8 @@ def test_a_run_is_verified_kept_and_drawn(tmp_path: Path, capsys: pytest.Capture
     assert seed["shardsum"].bytes == (8 + 12 + 10 + 18 + 20) * 4 and seed["shardsum"].fill == 0.6
     row = seed["shardsum"]
     assert row.gbps == pytest.approx(row.bytes / row.us / 1e3)
-    assert row.baseline == "eager" and row.speedup == pytest.approx(seed["eager"].us / row.us)
+    fastest = min(("eager", "loop", "sum fp32"), key=lambda name: seed[name].us)
+    assert row.baseline == fastest and row.speedup == pytest.approx(seed[fastest].us / row.us)
     assert row.percent == pytest.approx(100 * seed["copy"].us / row.us)
     assert f"{row.us:.2f}" in printed and row.case in printed
     assert (tmp_path / "deep" / "cpu_roofline.png").stat().st_size > 5000
@@ -254,8 +255,8 @@ def test_calls_on_several_buffers_go_round_and_short_ones_are_repeated() -> None
 
     sample = timing.sampler([lambda: call("a"), lambda: call("b")], least_seconds=1e-3)
     before = calls["a"]
-    assert 0 < sample() < 1e-4 and sample.output == "b"
-    assert calls["a"] == calls["b"] and calls["a"] - before > 10
+    assert 0 < sample() < 1e-4 and sample.output in "ab"
+    assert abs(calls["a"] - calls["b"]) <= 1 and calls["a"] - before > 10
 
 
 class _Graph:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 _MOST_COPIES = 32
-_CACHES = {"cpu": 2, "cuda": 4}  # a guest machine hardly has all of its processor's cache
-_MEMORY = {"cpu": 1.2e9, "cuda": 24e9}  # bytes of all shards together
+_CACHES = {"cpu": 1, "cuda": 4}  # a few cores hardly have all of their processor's cache
+_MEMORY = {"cpu": 1.6e9, "cuda": 24e9}  # bytes of all shards together
 
 
 @dataclass
@@ -46,7 +46,7 @@ def make_buffers(x: Tensor, useful_bytes: int) -> tuple[list[Buffers], bool]:
             torch.empty_like(x[0]),
             torch.empty_like(x[0], dtype=torch.float32),
             torch.rand(half, device=x.device),
-            torch.empty(half, device=x.device),
+            torch.rand(half, device=x.device),  # not empty: first touches of memory are not a copy's
         )
         for i in range(count)
     ]
@@ -56,8 +56,8 @@ def make_buffers(x: Tensor, useful_bytes: int) -> tuple[list[Buffers], bool]:
 def rotation(device: str, useful_bytes: int, most: int) -> tuple[int, bool]:
     """How many sets of buffers take turns, and whether that is too much for the last cache to hold.
 
-    Several times the cache where ``most`` sets suffice for it. Where they do not, one: what is small is in the cache
-    in a training step too, and several sets would leave open how much of them is.
+    As much as the cache, on a GPU four times, where ``most`` sets suffice for it. Where they do not, one: what is
+    small is in the cache in a training step too, and several sets would leave open how much of them is.
     """
     count = math.ceil(_CACHES[device] * cache_bytes(device) / max(1, useful_bytes))
     return (count, True) if count <= most else (1, False)

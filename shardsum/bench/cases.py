@@ -46,7 +46,7 @@ def lengths_of(case: Case) -> list[int]:
     """Valid positions of every virtual rank.
 
     full: all. causal: (r + 1) / R of them. skewed: all of one rank's, 64 of the others'. seed: 8, 12, 10, 18 of 20.
-    random: drawn from a distribution over [0, size] with mean ``fill``, one draw from each R-th part of it, shuffled.
+    random: drawn from a distribution over [0, size] with mean ``fill``, one from each R-th part of it, shuffled.
     """
     size, count = case.size, case.num_ranks
     if case.profile == "full":
@@ -59,7 +59,7 @@ def lengths_of(case: Case) -> list[int]:
         return list(SEED_LENGTHS)
     draw = random.Random(count)
     power = (1 - case.fill) / case.fill  # the mean of u ** power is 1 / (1 + power)
-    lengths = [round(size * ((r + draw.random()) / count) ** power) for r in range(count)]
+    lengths = [round(size * ((r + draw.uniform(0.25, 0.75)) / count) ** power) for r in range(count)]
     draw.shuffle(lengths)
     return lengths
 

@@ -49,7 +49,7 @@ class Job:
     Attributes:
         facts: the fields of its rows that all variants share.
         poison: overwrites every output.
-        baselines: names of variants, the first of which that ran is the named baseline.
+        baselines: names of variants, the fastest of which is the named baseline.
         ceiling: the name of the variant that others are a percentage of; or its rate of wire bytes in GB/s.
     """
 
@@ -83,7 +83,8 @@ class Bench:
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 self.report.say(f"{job.facts['case']}: {variant.name} is left out: {str(error).splitlines()[0]}")
         timings = turns({name: sample for name, (_, sample, _) in ready.items()}, self.samples)
-        baseline = next((name for name in job.baselines if name in timings), None)
+        ran = [name for name in job.baselines if name in timings]
+        baseline = min(ran, key=lambda name: timings[name].median, default=None)
         rows = []
         for variant, _, wrong in ready.values():
             host = None

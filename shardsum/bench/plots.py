@@ -61,6 +61,8 @@ def _picture(
         if draw(axes, rows):
             axes.legend(fontsize=8)
             drawn = True
+        else:
+            axes.set_visible(False)
     figure.suptitle(title, fontsize=9)
     if drawn:
         figure.savefig(path, dpi=110, metadata={"Software": None})
@@ -82,8 +84,8 @@ def _lines(axes: Axes, rows: Iterable[Row], x: Callable[[Row], float], y: Callab
 
 
 def _draw_fill(axes: Axes, rows: list[Row]) -> bool:
-    """Of the shape that was measured at most fills; skewed lengths differ in more than their fill."""
-    rows = [row for row in rows if row.profile != "skewed"]
+    """Of the shape that was measured at most fills; one process's or rank's share decides elsewhere."""
+    rows = [row for row in rows if row.profile not in ("skewed", "uneven")]
     fills = Counter(shape for shape, _ in {(_shape(row), row.fill) for row in rows})
     if not fills:
         return False

@@ -33,7 +33,7 @@ class Row:
         percent: of this run's ceiling. Local sums: of a copy that reads half of ``bytes`` and writes half. Collectives:
             ``wire_bytes`` over ``us``, of the rate of the wire.
         wire_bytes: that the busiest process sends or receives; None for local sums.
-        baseline, speedup: the named baseline's time over this one's.
+        baseline, speedup: the named baseline's time over this one's; in a local sum it is the fastest one.
         host_us: microseconds the host is busy with an eager call (GPU only).
         wrong: elements with other bits than the reference. The baselines round elsewhere: theirs may differ within
             rounding, ours may not.
@@ -133,6 +133,17 @@ def line(row: Row) -> str:
         f"  {row.variant:30} {row.us:10.2f} {row.us_20:10.2f} {row.us_80:10.2f} {row.gbps:8.2f} "
         f"{shown(row.percent, '.1f'):>7} {shown(row.speedup, '.2f'):>7} {shown(row.host_us, '.1f'):>8} {row.wrong:8}"
     )
+
+
+def markdown(rows: Sequence[Row]) -> list[str]:
+    """A table of what shardsum did in the cases of ``rows``, as the README shows it."""
+    lines = ["| case | useful MB | us | GB/s | % of copy | x over the fastest baseline |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        if row.variant == "shardsum":
+            over = f"{row.speedup:.2f} ({row.baseline})" if row.speedup is not None else ""
+            figures = f"{row.bytes / 1e6:.3g} | {row.us:.4g} | {row.gbps:.3g} | {row.percent:.0f} | {over}"
+            lines.append(f"| {row.case} | {figures} |")
+    return lines
 
 
 def environment(command: Sequence[str] | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ the slowest one; they all time the same variants in the same order.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -72,19 +73,16 @@ class HostSampler(Sampler):
     """Calls that end when they return."""
 
     def __init__(self, calls: Sequence[Call], least_seconds: float, processes: Processes) -> None:
-        self.calls, self.processes, self.passes = calls, processes, 1
+        self.calls, self.processes, self.count = itertools.cycle(calls), processes, 1
         self()
-        seconds = self() * len(calls)
-        self.passes = max(1, round(least_seconds / max(seconds, 1e-7)))
+        self.count = max(1, round(least_seconds / max(self(), 1e-7)))
 
     def __call__(self) -> float:
         self.processes.slowest(0)
         begin = time.perf_counter()
-        for _ in range(self.passes):
-            for call in self.calls:
-                self.output = call()
-        seconds = time.perf_counter() - begin
-        return self.processes.slowest(seconds / (self.passes * len(self.calls)))
+        for call in itertools.islice(self.calls, self.count):
+            self.output = call()
+        return self.processes.slowest((time.perf_counter() - begin) / self.count)
 
 
 class GraphSampler(Sampler):
