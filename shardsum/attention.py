@@ -17,8 +17,9 @@ the caller owes is a loss that depends, on every process, on at least one hosted
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,7 +82,7 @@ def context_parallel_attention(
     kvs = [torch.cat([key, value], dim=-1) for key, value in zip(ks, vs)]
     gathered = group.exchange(kvs, [p.chunk for p in plans], [p.keys for p in plans], size=plans[-1].chunk[1])
     outs = [
-        _attend(query, kv, plans[rank], ks[0].shape[-1], scale, causal)
+        attend_chunk(query, kv, plans[rank], ks[0].shape[-1], scale, causal)
         for rank, query, kv in zip(group.virtual_ranks, qs, gathered)
     ]
     return outs[0] if single else outs
@@ -146,8 +147,9 @@ def _check_shapes(ranks: Sequence[int], qs: list[Tensor], ks: list[Tensor], vs: 
             raise ValueError(f"k: virtual rank {rank} has {k.shape[1]} heads, which do not divide q's {q.shape[1]}")
 
 
-def _attend(q: Tensor, kv: Tensor, plan: ChunkPlan, head_dim: int, scale: float | None, causal: bool) -> Tensor:
-    """One chunk: ``q`` ``(length, heads, head_dim)`` against ``kv`` ``(keys, key_heads, head_dim + value_dim)``."""
+def attend_chunk(q: Tensor, kv: Tensor, plan: ChunkPlan, head_dim: int, scale: float | None, causal: bool) -> Tensor:
+    """One virtual rank's own work, nothing sent: queries ``q`` ``(length, heads, head_dim)`` of a chunk against the
+    keys and values it needs, ``kv`` ``(keys, key_heads, head_dim + value_dim)`` -> ``(length, heads, value_dim)``."""
     value_dim = kv.shape[-1] - head_dim
     if not plan.segments:
         # Nothing to attend to, but the result must hang on the exchange: its backward is a collective. A product, since
@@ -165,15 +167,13 @@ def _attend(q: Tensor, kv: Tensor, plan: ChunkPlan, head_dim: int, scale: float 
 
 def _segment_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
     """A document's queries ``(n, heads, d)`` against its keys ``(m, key_heads, d)``; the last query sees all m."""
-    grouped = q.shape[1] != k.shape[1]
-    backend: Any = nullcontext()
+    value_dim = v.shape[-1]
+    backend: AbstractContextManager[None] = nullcontext()
+    options: dict[str, Any] = {"scale": 1 / math.sqrt(q.shape[-1]) if scale is None else scale}
     if q.is_cuda:
         kernel = _cuda_kernel(q, v)
         backend = sdpa_kernel(kernel)
-        if grouped and kernel != SDPBackend.FLASH_ATTENTION:  # the others want a key head for every query head
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-            grouped = False
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": grouped}
+        q, k, v = _for_cuda(kernel, q, k, v)
     if causal and q.shape[0] == k.shape[0]:
         options["is_causal"] = True
     elif causal and q.is_cuda:  # is_causal aligns to the upper left; a chunk's queries are the last of their prefix
@@ -181,10 +181,21 @@ def _segment_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, cau
     elif causal:
         whole = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device)
         options["attn_mask"] = whole.tril(k.shape[0] - q.shape[0])
+    options["enable_gqa"] = q.shape[1] != k.shape[1]
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     with backend:
         out = F.scaled_dot_product_attention(query, key, value, **options)
-    return out[0].transpose(0, 1)
+    out = out[0].transpose(0, 1)
+    return out if out.shape[-1] == value_dim else out[..., :value_dim]
+
+
+def _for_cuda(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a kernel asks for beyond SDPA's own conditions; zeros that fill a head change no score and no value."""
+    if q.shape[1] != k.shape[1] and kernel != SDPBackend.FLASH_ATTENTION:  # a key head for every query head
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    if kernel != SDPBackend.MATH:  # heads of whole vectors
+        q, k, v = (x if x.shape[-1] % 8 == 0 else F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
+    return q, k, v
 
 
 def _cuda_kernel(q: Tensor, v: Tensor) -> SDPBackend:

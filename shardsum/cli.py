@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = build_parser()
         options = parser.instantiate(parser.parse_args(arguments))
         return _COMMANDS[options.subcommand](options[options.subcommand])
-    except (ArgumentError, ValueError) as error:
+    except (ArgumentError, ValueError, OSError) as error:
         rank = os.environ.get("RANK")
         where = f"process {rank}: " if rank is not None else ""
         print(f"shardsum: {where}{' '.join(str(error).split())}", file=sys.stderr)

@@ -86,6 +86,8 @@ def test_shipped_configs_state_every_field_and_differ_from_the_defaults_in_place
         (["train", "--model.kv_heads", "3"], "model.kv_heads"),
         (["train", "--resume"], "--folder"),
         (["train", "--data", "/nowhere", "--folder", "r"], "/nowhere"),
+        (["train", "--train.sequence_length", "100000000", "--folder", "r"], "bytes of the data"),
+        (["train", "--folder", "/dev/null"], "/dev/null"),
         (["compare", "--lengths", "[1, 2]"], "lengths"),
         (["compare", "--lengths", "[1, 2, 21, 4]"], "virtual rank 2"),
         (["compare", "--runs", "a", "b"], NAME),

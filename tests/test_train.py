@@ -123,8 +123,9 @@ def test_data_skips_binary_and_hidden_files_and_refuses_a_folder_without_text(tm
     (tmp_path / "b.txt").write_bytes(b"second\r\nline")
     (tmp_path / "a.txt").write_bytes(b"\n\nfirst\n\n\n\nblock\n")
     assert Corpus(str(tmp_path), 48, 0).documents == [b"first", b"block", b"second\nline"]
-    with pytest.raises(ValueError, match="sequence_length: 100 is more than the 21 bytes"):
-        Corpus(str(tmp_path), 48, 0).packed(0, 4, 100)
+    with pytest.raises(ValueError, match="sequence_length: 22 is more than the 21 bytes"):
+        Corpus(str(tmp_path), 48, 0).check_fills(22)
+    assert Corpus(str(tmp_path), 48, 0).packed(0, 4, 21).lengths == [6, 5, 5, 5]
 
 
 # -- one process ------------------------------------------------------------------------------------------------------

@@ -91,14 +91,24 @@ class Corpus:
         self.documents: list[bytes] = []
         self.num_bytes = 0
         for path in _text_files(folder):
-            self.documents += _split(path, max_length)
-            self.num_bytes = sum(map(len, self.documents))
+            for document in _split(path, max_length):
+                self.documents.append(document)
+                self.num_bytes += len(document)
             if self.num_bytes >= _MAX_BYTES:
                 break
         if not self.documents:
             raise ValueError(f"data: no text in {folder or 'the standard library of this Python; name a folder'}")
         self.seed = seed
         self._cached: tuple[int, list[int], list[int]] = (-1, [], [])
+
+    def check_fills(self, length: int) -> None:
+        """Make sure that there is text for a packed sequence of ``length`` tokens.
+
+        Raises:
+            ValueError: there are fewer bytes.
+        """
+        if length > self.num_bytes:
+            raise ValueError(f"train.sequence_length: {length} is more than the {self.num_bytes} bytes of the data")
 
     @cached_property
     def digest(self) -> str:
@@ -122,10 +132,7 @@ class Corpus:
 
         A document that the end of the sequence cuts goes on as a document of its own in the next one.
         """
-        per_epoch = self.num_bytes // length
-        if per_epoch == 0:
-            raise ValueError(f"train.sequence_length: {length} is more than the {self.num_bytes} bytes of the data")
-        epoch, index = divmod(micro_step, per_epoch)
+        epoch, index = divmod(micro_step, self.num_bytes // length)
         documents = list(self._window(epoch, index * length, (index + 1) * length))
         borders = intervals_of([len(document) for document in documents])
         pieces = tuple(
@@ -172,7 +179,8 @@ def _text_files(folder: str | None) -> list[Path]:
 
 def _split(path: Path, max_length: int) -> Iterator[bytes]:
     """The documents of one file; a binary file (one with a zero byte) has none."""
-    text = path.read_bytes().replace(b"\r\n", b"\n")
+    with path.open("rb") as file:
+        text = file.read(_MAX_BYTES).replace(b"\r\n", b"\n")
     if b"\0" in text:
         return
     for block in text.split(b"\n\n\n"):

@@ -15,7 +15,7 @@ from ..group import ShardGroup
 from ..launcher import gather_bytes, launched
 from . import checkpoint
 from .config import RunConfig, TrainConfig, to_yaml
-from .data import Batch, Corpus
+from .data import Batch
 from .environment import make_deterministic
 from .interrupt import interruptible
 from .metrics import Reporter, Stopwatch
@@ -62,14 +62,13 @@ class Run:
     def __init__(self, config: RunConfig, group: ShardGroup) -> None:
         self.folder = Path(config.folder or time.strftime("runs/%Y%m%d-%H%M%S"))
         self.config, self.group, self.settings = config, group, config.train
-        self.corpus = Corpus(config.data, self.settings.document_length, self.settings.seed)
+        self.corpus, tensors = starting_point(group, config, self.folder)
         torch.manual_seed(self.settings.seed)  # every process draws the same weights
         self.model = ByteTransformer(config.model).to(group.device)
         self.optimizer = _optimizer(self.model, self.settings)
         self.losses: list[float] = []
         self.loss_per_position = torch.zeros(self.settings.document_length, 2, device=group.device)
         checkpoint.seed_generators(group, self.settings.seed)
-        tensors = starting_point(group, config, self.folder, self.corpus.digest)
         if tensors:
             checkpoint.load_model_state(self.model, self.optimizer, tensors)
             checkpoint.load_generator_state(group, tensors)
@@ -135,10 +134,10 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             portable = replace(self.config, folder=str(self.folder), resume=False)
             (self.folder / "config.yaml").write_text(to_yaml(portable))
-        num_parameters = sum(p.numel() for p in self.model.parameters())
+        num_parameters, processes = sum(p.numel() for p in self.model.parameters()), self.group.world_size
         self.reporter.line(
-            f"{self.settings.parallel}: {self.group.num_virtual_ranks} virtual ranks on {self.group.world_size} "
-            f"processes, owners {list(self.group.owners)}, {self.group.device.type}"
+            f"{self.settings.parallel}: {self.group.num_virtual_ranks} virtual ranks on {processes} "
+            f"process{'es' * (processes > 1)}, owners {list(self.group.owners)}, {self.group.device.type}"
         )
         self.reporter.line(
             f"{num_parameters:,} parameters; {len(self.corpus.documents):,} documents, {self.corpus.num_bytes:,} bytes"

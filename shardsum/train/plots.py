@@ -14,7 +14,9 @@ from .data import Batch
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WINDOW = 16
+_POINTS = 24  # of the loss per position: one offset alone is seen too rarely to show anything
+_PALE = 0.3
+_MOST_NAMED = 8  # processes in the legend
 
 
 def save_plots(
@@ -29,24 +31,42 @@ def save_plots(
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: no display, no global state
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 4.2), layout="constrained")
+    figure = Figure(figsize=(15, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     left, middle, right = figure.subplots(1, 3)
-    left.plot(np.arange(1, len(losses) + 1), losses, lw=1)
-    left.set(title="loss", xlabel="step", ylabel="nats per byte")
-    offsets, mean = _windows(loss_per_position)
-    middle.plot(offsets, mean, lw=1)
-    middle.set(title=f"loss per position ({_WINDOW} together)", xlabel="offset in the document")
+    _draw_losses(left, losses)
+    _draw_positions(middle, loss_per_position)
     _draw_intervals(right, batch, owners)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    for axes in (left, middle, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
-def _windows(loss_per_position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The exact mean of ``_WINDOW`` positions together: one alone is seen too rarely to show anything."""
-    begins = np.arange(0, len(loss_per_position), _WINDOW)
+def _draw_losses(axes: Axes, losses: np.ndarray) -> None:
+    """Every step pale, and above it the mean of as many steps as a tenth of the run (at first, of those there are)."""
+    from matplotlib.ticker import MaxNLocator
+
+    steps, window = np.arange(1, len(losses) + 1), len(losses) // 10
+    axes.plot(steps, losses, color="C0", alpha=_PALE, lw=1, marker="." if window < 2 else None, label="each step")
+    if window >= 2:
+        sums, first = np.cumsum([0.0, *losses]), np.maximum(steps - window, 0)
+        axes.plot(steps, (sums[steps] - sums[first]) / (steps - first), color="C0", lw=2, label=f"mean of {window}")
+        axes.legend(frameon=False)
+    axes.set(title="Loss", xlabel="step", ylabel="nats per byte")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=_PALE)
+
+
+def _draw_positions(axes: Axes, loss_per_position: np.ndarray) -> None:
+    """Means of neighbouring offsets, at the middle of each window."""
+    window = -(-len(loss_per_position) // _POINTS)
+    begins = np.arange(0, len(loss_per_position), window)
     total, count = np.add.reduceat(loss_per_position.astype(np.float64), begins).T
     seen = count > 0
-    return begins[seen], total[seen] / count[seen]
+    axes.plot(begins[seen] + (window - 1) / 2, total[seen] / count[seen], color="C0", lw=1.5, marker="o", ms=3)
+    axes.set(title="Loss by offset in the document", xlabel=f"offset in bytes, {window} together")
+    axes.set(ylabel="nats per byte, recent steps")
+    axes.grid(alpha=_PALE)
 
 
 def _draw_intervals(axes: Axes, batch: Batch, owners: tuple[int, ...]) -> None:
@@ -56,14 +76,30 @@ def _draw_intervals(axes: Axes, batch: Batch, owners: tuple[int, ...]) -> None:
     wanted = [plan.keys for plan in plan_chunks(batch.lengths, batch.cu_seqlens)] if packed else held
     for v, ((begin, end), (first, last)) in enumerate(zip(held, wanted)):
         colour = f"C{owners[v] % 10}"
-        axes.barh(v, last - first, left=first, height=0.8, color=colour, alpha=0.3)
-        axes.barh(v, end - begin, left=begin, height=0.8, color=colour)
+        axes.barh(v, last - first, left=first, height=0.8, color=colour, alpha=_PALE, lw=0)
+        axes.barh(v, end - begin, left=begin, height=0.8, color=colour, lw=0)
     for border in batch.cu_seqlens or ():
-        axes.axvline(border, color="grey", lw=0.6, ls=":")
-    for process in sorted(set(owners)):
-        axes.barh(0, 0, color=f"C{process % 10}", label=f"process {process}")
-    axes.legend(fontsize=8, loc="upper right")
-    axes.set_yticks(range(len(owners)))
-    axes.invert_yaxis()
-    title = "solid: holds, pale: needs too, dotted: documents" if packed else "valid positions of each shard"
-    axes.set(title=title, xlabel="position", ylabel="virtual rank")
+        axes.axvline(border, color="black", lw=0.8, ls=":")
+    if len(owners) <= 16:
+        axes.set_yticks(range(len(owners)))
+    axes.set_ylim(len(owners) - 0.5, -0.5)
+    axes.set(title="Who holds and needs what in the last sequence" if packed else "Valid positions in the last step")
+    axes.set(
+        xlabel="position in the sequence" if packed else "position in the document",
+        ylabel="virtual rank, coloured by process",
+    )
+    _explain_intervals(axes, packed, sorted(set(owners)))
+
+
+def _explain_intervals(axes: Axes, packed: bool, processes: list[int]) -> None:
+    """A legend below the axes, where it covers nothing."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Patch | Line2D] = []
+    if packed:
+        handles = [Patch(color="grey", lw=0, label="holds"), Patch(color="grey", alpha=_PALE, lw=0, label="needs too")]
+        handles.append(Line2D([], [], color="black", lw=0.8, ls=":", label="document border"))
+    if len(processes) <= _MOST_NAMED:
+        handles += [Patch(color=f"C{p % 10}", lw=0, label=f"process {p}") for p in processes]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, fontsize=8, frameon=False)

@@ -14,22 +14,23 @@ from ..group import ShardGroup
 from ..launcher import gather_bytes
 from . import checkpoint
 from .config import RunConfig
+from .data import Corpus
 
 
-def starting_point(group: ShardGroup, config: RunConfig, folder: Path, data_digest: str) -> dict[str, Tensor]:
-    """The tensors of the checkpoint to resume, none for a new run. Collective.
+def starting_point(group: ShardGroup, config: RunConfig, folder: Path) -> tuple[Corpus, dict[str, Tensor]]:
+    """The data, and the tensors of the checkpoint to resume (none for a new run). Collective.
 
     Raises:
         ValueError: on every process, if one of them cannot start so, or if they would start from different points.
     """
-    tensors, error = {}, ""
+    start, error, known = None, "", ""
     try:
-        tensors = _read(config, folder, data_digest)
-    except ValueError as e:
+        start = corpus, tensors = _read(config, folder)
+        known = json.dumps([asdict(config), corpus.digest, bits.digest(*tensors.values())])
+    except (ValueError, OSError) as e:
         error = str(e)
-    known = json.dumps([asdict(config), data_digest, bits.digest(*tensors.values()), bool(error)])
     digests = gather_bytes(group, hashlib.sha256(known.encode()).digest())
-    if error:
+    if start is None:
         raise ValueError(error)
     for v, digest in enumerate(digests):
         if digest != digests[0]:
@@ -37,13 +38,14 @@ def starting_point(group: ShardGroup, config: RunConfig, folder: Path, data_dige
                 f"virtual rank {v}'s process differs from virtual rank 0's in its settings, its data or its checkpoint "
                 f"(the run folder must be one that all processes see): {digest.hex()[:8]} and {digests[0].hex()[:8]}"
             )
-    return tensors
+    return start
 
 
-def _read(config: RunConfig, folder: Path, data_digest: str) -> dict[str, Tensor]:
-    path = folder / checkpoint.NAME
-    if config.resume:
-        return checkpoint.load(path, config, data_digest)
-    if path.exists():
+def _read(config: RunConfig, folder: Path) -> tuple[Corpus, dict[str, Tensor]]:
+    path, settings = folder / checkpoint.NAME, config.train
+    if path.exists() and not config.resume:
         raise ValueError(f"folder: {folder} holds a checkpoint; go on with --resume or name another folder")
-    return {}
+    corpus = Corpus(config.data, settings.document_length, settings.seed)
+    if settings.parallel == "context":
+        corpus.check_fills(settings.sequence_length)
+    return corpus, checkpoint.load(path, config, corpus.digest) if config.resume else {}
