@@ -148,7 +148,9 @@ def test_collectives_are_verified_and_their_bytes_counted(tmp_path: Path) -> Non
     facts, measured = rows.load(file)
     assert facts["processes"] == 2 and facts["wire_gbps"] > 0
     found = {(row.profile, row.variant): row for row in measured}
-    transports = {f"shardsum {name}" for name in ("auto", "auto, out=", "gather", "all_to_all")}
+    transports = {
+        f"shardsum {name}" for name in ("auto", "auto, out=", "gather", "gather, device lengths", "all_to_all")
+    }
     theirs = {"dist.all_reduce bf16", "dist.all_reduce fp32"}
     assert {variant for profile, variant in found if profile == "uneven"} == transports | theirs
     assert {row.wrong for (_, variant), row in found.items() if variant in transports} == {0}

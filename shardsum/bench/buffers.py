@@ -66,6 +66,6 @@ def rotation(device: str, useful_bytes: int, most: int) -> tuple[int, bool]:
 def cache_bytes(device: str) -> int:
     """The largest cache: a GPU's L2, or what Linux says of the first core."""
     if device == "cuda":
-        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max((int(s[:-1]) << 10 for s in sizes if s.endswith("K")), default=64 << 20)

@@ -4,8 +4,8 @@ all_reduce, every process holding the first rows of a padded buffer. Profiles: f
 0.7 of it on the first process down to 0.3 on the last. reduce_scatter of packed documents of mean length S/16: a
 chunk's gradient reaches back to the start of its oldest document. Variants:
 
-shardsum T           ShardGroup(transport=T).all_reduce or .exchange; "out=" into a given tensor; "zero-copy" from a
-                     shard that peers map
+shardsum T           ShardGroup(transport=T).all_reduce or .exchange; "out=" into a given tensor; "device lengths" of
+                     a padded shard, never read by the host; "zero-copy" from a shard that peers map
 dist.X bf16, fp32    torch.distributed on the padded buffer, all_reduce in place; fp32 moves twice the bytes
 symm one-shot, two-shot    torch.ops.symm_mem on the padded buffer (:mod:`.symmetric`)
 
@@ -26,12 +26,13 @@ from ..group import ShardGroup
 from ..layout import intervals_of, split_evenly
 from .buffers import rotation
 from .collective_cases import Case, lengths_of, packed_documents
-from .jobs import Bench, Job, Variant, rounding
+from .jobs import Bench, Job, Variant, first_line, rounding
 from .symmetric import Symmetric
 from .timing import sampler
 
 _WIRE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 _MOST_COPIES = 4
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch 2.13 renamed it
 
 
 class Suite:
@@ -53,7 +54,7 @@ class Suite:
         try:
             self.symmetric = Symmetric(most_bytes, self.device, bench.processes)
         except RuntimeError as error:
-            bench.report.say(f"torch.ops.symm_mem is left out: {str(error).splitlines()[0]}")
+            bench.report.say(f"torch.ops.symm_mem is left out: {first_line(error)}")
         self.zero_copy = self._mapped(most_bytes)
         self.wire_rate, how = self._wire_rate()
         bench.report.facts |= {"processes": self.world_size, "wire_gbps": self.wire_rate, "wire": how}
@@ -146,14 +147,18 @@ class _Collective:
         if self.case.operation == "reduce_scatter":
             scatter = lambda x: group.exchange(x, self.held, self.chunks, size=self.size)  # noqa: E731
             return [self._variant(f"shardsum {name}", group, scatter)]
+        busiest = lambda: group.stats().route.busiest  # noqa: E731
         reduce = lambda x, **out: group.all_reduce(x, self.lengths, size=self.size, **out)  # noqa: E731
         variants = [self._variant(f"shardsum {name}", group, reduce)]
         if name in ("auto", "peer"):
             variants.append(self._variant(f"shardsum {name}, out=", group, lambda x: reduce(x, out=self.out)))
+        if name in ("gather", "peer"):
+            padded, length = self._padded(torch.bfloat16), torch.tensor([self.mine.shape[0]], device=self.device)
+            on_device = lambda: group.all_reduce(padded, length, size=self.size)  # noqa: E731
+            variants.append(Variant(f"shardsum {name}, device lengths", [on_device], self.want, traffic=busiest))
         if name == "peer" and self.suite.zero_copy is not None:
             place = self.suite.zero_copy[: self.mine.numel()].view_as(self.mine).copy_(self.mine)
             mapped = lambda: reduce(place, out=self.out)  # noqa: E731
-            busiest = lambda: group.stats().route.busiest  # noqa: E731
             variants.append(Variant("shardsum peer, zero-copy", [mapped], self.want, traffic=busiest))
         return variants
 
@@ -176,7 +181,7 @@ class _Collective:
         tolerance = self._tolerance(dtype)
         if self.case.operation == "reduce_scatter":
             out = padded.new_full(self.want.shape, float("nan"))
-            scatter = lambda: (dist.reduce_scatter_tensor(out, padded), out)[1]  # noqa: E731
+            scatter = lambda: (_reduce_scatter(out, padded), out)[1]  # noqa: E731
             return Variant(f"dist.reduce_scatter {name}", [scatter], self.want, tolerance, wire_bytes=others * part)
         work = padded.clone()
 

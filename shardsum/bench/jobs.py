@@ -81,7 +81,7 @@ class Bench:
             try:
                 ready[variant.name] = (variant, *self._prepare(job, variant))
             except (RuntimeError, NotImplementedError, ValueError) as error:
-                self.report.say(f"{job.facts['case']}: {variant.name} is left out: {str(error).splitlines()[0]}")
+                self.report.say(f"{job.facts['case']}: {variant.name} is left out: {first_line(error)}")
         timings = turns({name: sample for name, (_, sample, _) in ready.items()}, self.samples)
         ran = [name for name in job.baselines if name in timings]
         baseline = min(ran, key=lambda name: timings[name].median, default=None)
@@ -146,6 +146,10 @@ def _row(
         host_us=None if host is None else host * 1e6,
         wrong=wrong,
     )
+
+
+def first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def rounding(want: Tensor, magnitude: Tensor, steps: int, dtype: torch.dtype) -> Tensor:

@@ -122,7 +122,7 @@ def _draw_roofline(axes: Axes, rows: list[Row], facts: dict[str, Any]) -> bool:
     drawn = False
     for variant in dict.fromkeys(row.variant for row in rows if row.variant != "copy"):
         some = [row for row in rows if row.variant == variant]
-        rates = [r.gbps if r.wire_bytes is None else r.wire_bytes / r.us / 1e3 for r in some]
+        rates = [r.gbps if r.wire_gbps is None else r.wire_gbps for r in some]
         marker = "o" if variant.startswith("shardsum") else "x"
         axes.plot([r.bytes for r in some], rates, marker, ms=4, ls="", label=variant)
         drawn = True

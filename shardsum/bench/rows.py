@@ -63,6 +63,11 @@ class Row:
     wrong: int
     cold: bool
 
+    @property
+    def wire_gbps(self) -> float | None:
+        """The rate of the busiest process's wire, in 1e9 bytes a second."""
+        return None if self.wire_bytes is None else self.wire_bytes / self.us / 1e3
+
 
 class Report:
     """Rows as they come: printed, and kept in a file that is whole after every case.
@@ -119,19 +124,18 @@ def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
 
 
 def header(row: Row) -> str:
-    ceiling = "% copy" if row.wire_bytes is None else "% wire"
-    return (
-        f"  {'':30} {'us':>10} {'20 %':>10} {'80 %':>10} {'GB/s':>8} {ceiling:>7} {'x':>7} {'host us':>8} {'#wrong':>8}"
-    )
+    ceiling = f"{'% copy':>7}" if row.wire_bytes is None else f"{'wire':>8} {'% wire':>7}"
+    return f"  {'':30} {'us':>10} {'20 %':>10} {'80 %':>10} {'GB/s':>8} {ceiling} {'x':>7} {'host us':>8} {'#wrong':>8}"
 
 
 def line(row: Row) -> str:
-    def shown(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
+    def shown(value: float | None, form: str, width: int) -> str:
+        return f"{'' if value is None else format(value, form):>{width}}"
 
+    wire = "" if row.wire_gbps is None else f"{row.wire_gbps:8.2f} "
     return (
-        f"  {row.variant:30} {row.us:10.2f} {row.us_20:10.2f} {row.us_80:10.2f} {row.gbps:8.2f} "
-        f"{shown(row.percent, '.1f'):>7} {shown(row.speedup, '.2f'):>7} {shown(row.host_us, '.1f'):>8} {row.wrong:8}"
+        f"  {row.variant:30} {row.us:10.2f} {row.us_20:10.2f} {row.us_80:10.2f} {row.gbps:8.2f} {wire}"
+        f"{shown(row.percent, '.1f', 7)} {shown(row.speedup, '.2f', 7)} {shown(row.host_us, '.1f', 8)} {row.wrong:8}"
     )
 
 
