@@ -3,7 +3,9 @@
 A *statement* is what one process says of one call: its name, its signature (values that all must pass alike) and its
 error. Processes state and compare once a signature (or always). The medium is the process group's key-value store, so a
 process with an error of its own states it and raises at once; peers read it there, also after a transfer failed.
-Per-call lengths (form b) ride in one small all_gather on a gloo side channel, with the signature's hash.
+Per-call lengths (form b) ride in one small all_gather on a gloo side channel, with the signature's hash. The channel is
+not registered with torch.distributed: a registered group's name depends on which others a process is in, which differs
+between processes, and its threads and sockets would outlive the ShardGroup.
 
 Every method is called by all processes of the group in the same order, except where it says otherwise.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,9 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
-
-from .transports.wire import all_gather_single
 
 Signature = Mapping[str, Any]
 
@@ -63,21 +65,22 @@ class Agreement:
 
     Args:
         group: the torch.distributed group, or None for a lone process.
-        check: "first" compares once a signature, "always" on every call.
         timeout: how long a process waits for the others.
 
     Attributes:
+        check: "first" compares once a signature, "always" on every call.
         call: the number of the current call.
         failed: why the group cannot be used any more, or None.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, check: str, timeout: timedelta) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         self.rank, self.world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        self.check, self.timeout = check, timeout
+        self.check, self.timeout = "first", timeout
         self.call = 0
         self.failed: str | None = None
         self._agreed: dict[int, None] = {}  # in order of agreement
         self._stated: list[str] = []
+        self._met = 0  # the last call in which all have stated the same: that they did says nothing of them now
         if group is None or self.world_size == 1:
             return
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -85,7 +88,23 @@ class Agreement:
         prefix = f"shardsum/{'-'.join(map(str, ranks))}/{_instances[ranks]}"
         # A clone has a connection of its own: waiting here does not hold up other users of the store.
         self._store = dist.PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
-        self.side = dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+
+    def connect(self) -> None:
+        """Open the side channel. Called once the processes have agreed that they construct the same group."""
+        if self.world_size > 1:
+            store = dist.PrefixStore("side", self._store)
+            self.side: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, self.timeout)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every process's ``value`` (small, picklable), by process. No process returns before all have called."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        self.side._allgather_base(sizes, torch.tensor([data.numel()])).wait()
+        longest = int(sizes.max())
+        everyone = data.new_empty(self.world_size * longest)
+        self.side._allgather_base(everyone, nn.functional.pad(data, (0, longest - data.numel()))).wait()
+        parts = zip(everyone.view(self.world_size, longest), sizes.tolist())
+        return [pickle.loads(bytes(part[:n].tolist())) for part, n in parts]
 
     def begin(self) -> None:
         """Count one call. Raises RuntimeError when the group has failed before."""
@@ -150,7 +169,7 @@ class Agreement:
         everyone = torch.empty(self.world_size * len(header), dtype=torch.int64)
         deadline = time.monotonic() + self.timeout.total_seconds()
         try:
-            work = all_gather_single(everyone, mine, group=self.side, async_op=True)
+            work = self.side._allgather_base(everyone, mine)
             while not self._wait_work(work):
                 others = [p for p in range(self.world_size) if p != self.rank]
                 elsewhere = [p for p in others if self._store.check([f"{self.call}/{p}"])]
@@ -202,7 +221,7 @@ class Agreement:
             if self._store.check([f"failed/{p}"]):
                 said = json.loads(self._store.get(f"failed/{p}"))
                 found[p] = f"failed in call {said['call']} ({said['name']}): {said['error']}"
-            elif self._store.check([f"{self.call}/{p}"]):
+            elif self._met < self.call and self._store.check([f"{self.call}/{p}"]):
                 said = json.loads(self._store.get(f"{self.call}/{p}"))
                 found[p] = f"is in {said['name']} {said['error'] or said['signature']}"
         return found
@@ -234,6 +253,7 @@ class Agreement:
         message = compare(found)
         if message is not None:
             raise Disagreement(message)
+        self._met = self.call
         # Whoever stated in this call had read all statements of earlier ones.
         for key in self._stated[:-1]:
             self._store.delete_key(key)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from . import exchange as operators
 from .agreement import Agreement, Disagreement
-from .checks import check_size
 from .engine import Engine, Job, Reduce
 from .exchange_padded import exchange_padded
 from .layout import Interval
@@ -25,9 +25,11 @@ from .requests import (
     Shards,
     check_lengths,
     classify_lengths,
+    describe_reduce,
     describe_rows,
     hosted_shards,
     narrow,
+    needs_grad,
 )
 
 _names = itertools.count()
@@ -64,6 +66,11 @@ class Runner:
         self.rank, self.world_size = engine.rank, engine.world_size
         self.owners, self.num_virtual_ranks = engine.owners, len(engine.owners)
         self.virtual_ranks = tuple(v for v, owner in enumerate(self.owners) if owner == self.rank)
+        self._hosted = Counter[int]()
+        self._positions = []
+        for owner in self.owners:
+            self._positions.append((owner, self._hosted[owner]))
+            self._hosted[owner] += 1
         self.name = f"group{next(_names)}"
         self.replays = Replays()
         self._stream: torch.cuda.Stream | None = None
@@ -72,8 +79,9 @@ class Runner:
 
     def position(self, virtual_rank: int) -> tuple[int, int]:
         """A virtual rank's process, and its index among that process's shards."""
-        owner = self.owners[virtual_rank]
-        return owner, self.owners[:virtual_rank].count(owner)
+        if not isinstance(virtual_rank, int) or not 0 <= virtual_rank < self.num_virtual_ranks:
+            raise ValueError(f"virtual_rank: {virtual_rank!r} is none of the {self.num_virtual_ranks} virtual ranks")
+        return self._positions[virtual_rank]
 
     def run(
         self,
@@ -92,17 +100,27 @@ class Runner:
         """What belongs to this process among one item per virtual rank ("v") or per process ("p")."""
         return [of[v] for v in self.virtual_ranks] if kind == "v" else [of[self.rank]]
 
-    def shards(self, shards: Shards) -> list[Tensor]:
-        return hosted_shards(shards, self.virtual_ranks, None if self.world_size == 1 else self.device)
+    def shards(self, shards: Shards, async_op: bool) -> list[Tensor]:
+        hosted = hosted_shards(shards, self.virtual_ranks, None if self.world_size == 1 else self.device)
+        if async_op and needs_grad(hosted):
+            raise ValueError("async_op: not possible with shards that require grad")
+        return hosted
 
     def with_lengths(
-        self, name: str, hosted: list[Tensor], lengths: Any, size: int | None, signature: dict[str, Any]
+        self,
+        name: str,
+        hosted: list[Tensor],
+        lengths: Any,
+        size: int | None,
+        signature: dict[str, Any],
+        out: Tensor | None = None,
     ) -> Request:
-        """A request whose sources start at 0, from lengths of any form."""
+        """A request whose sources start at 0, from lengths of any form. This process's own errors come before: where
+        lengths are counted, the others take part in the transfer from here on."""
         form, values = classify_lengths(lengths, self.num_virtual_ranks, self.virtual_ranks)
-        signature |= {"lengths": form, **describe_rows(hosted)}
-        if size is not None:
-            check_size(size)
+        signature |= {"size": size, "lengths": form, **describe_rows(hosted)}
+        if signature.get("grad") != "identity":
+            signature["requires grad"] = needs_grad(hosted)  # all take part in the backward, or none
         request = Request(name, hosted, None, (), "", Reduce("sum", None, hosted[0].dtype), "", signature)
         if form == "device":
             if size is None:
@@ -127,7 +145,7 @@ class Runner:
                 for v, n in zip(self.virtual_ranks, counts):
                     if n > size:
                         raise ValueError(f"lengths: virtual rank {v} has {n}, beyond size {size}")
-            values = self._count(name, signature, counts)
+            values, request.out_rows = self._count(name, signature, counts, out)
         else:
             signature["lengths"] = values
         if not torch.compiler.is_compiling():  # values are symbols there; the operator narrows
@@ -138,12 +156,26 @@ class Runner:
 
     @property
     def _slots(self) -> int:
-        return max(self.owners.count(p) for p in range(self.world_size))
+        return max(self._hosted.values()) + 1
 
-    def _count(self, name: str, signature: dict[str, Any], counts: list[int]) -> list[int]:
-        """All R lengths from the hosted shards' row counts (form b): one small all_gather on the host."""
-        everyone = self.agreement.gather_lengths(name, signature, counts, self._slots)
-        return [everyone[owner][slot] for owner, slot in map(self.position, range(self.num_virtual_ranks))]
+    def _count(
+        self, name: str, signature: dict[str, Any], counts: list[int], out: Tensor | None
+    ) -> tuple[list[int], list[int]]:
+        """All R lengths from the hosted shards' row counts (form b), and the rows of every process's ``out``: one small
+        all_gather on the host."""
+        rows = -1 if out is None else out.shape[0]
+        everyone = self.agreement.gather_lengths(name, signature, [*counts, rows], self._slots)
+        return [everyone[owner][slot] for owner, slot in self._positions], [row[-1] for row in everyone]
+
+    @staticmethod
+    def take_out(request: Request, out: Tensor | None, rows: int) -> None:
+        """Let the result be written to ``out``; ValueError unless it has ``rows`` rows, on every process."""
+        for process, n in enumerate(request.out_rows):
+            if n not in (-1, rows):
+                raise Disagreement(f"{request.name}: process {process}: out: {n} rows, but the result has {rows}")
+        if out is not None and out.shape[0] != rows:
+            raise ValueError(f"out: {out.shape[0]} rows, but the result has {rows}")
+        request.out = out
 
     @staticmethod
     def end(request: Request, size: int | None) -> int:
@@ -164,11 +196,11 @@ class Runner:
         self.agreement.begin()
         try:
             request = build()
-            if async_op and request.needs_grad:
-                raise ValueError("async_op: not possible with shards that require grad")
         except Disagreement:
             raise
-        except (ValueError, TypeError) as error:
+        except Exception as error:
+            if self.agreement.failed is not None:
+                raise
             raise self.agreement.refuse(name, error, self._slots if lengths is None else 0) from error
         if lengths is not None:  # counted lengths have agreed on the way
             self.agreement.agree(name, request.signature)
@@ -181,7 +213,7 @@ class Runner:
                 self._remember(replay, request)
             return deliver(outs)
         except RuntimeError as error:
-            raise self._failure(name, error) from error
+            raise self.failure(name, error) from error
         finally:
             self._agreed = False
 
@@ -208,22 +240,26 @@ class Runner:
             return False
         self.agreement.call += 1
         try:
-            return self.replays.run(key, shards, out)
+            ran = self.replays.run(key, shards, out)
         except RuntimeError as error:
-            raise self._failure("all_reduce", error) from error
+            raise self.failure("all_reduce", error) from error
+        if not ran:
+            self.agreement.call -= 1  # the long way counts it
+        return ran
 
     def agree_compiled(self, name: str, first: Tensor, reduce: Reduce, grad: str, bounds: list[Any]) -> None:
         """Compare the arguments of an operator that compiled code calls (eager calls have done it)."""
         if self._agreed:
             return
         self.agreement.begin()
-        signature: dict[str, Any] = {"op": reduce.op, "scale": reduce.scale, "out_dtype": str(reduce.dtype)}
-        signature |= {"grad": grad, "bounds": bounds, **describe_rows([first])}
+        signature = {"grad": grad, "bounds": bounds, **describe_reduce(reduce), **describe_rows([first])}
         self.agreement.agree(name, signature)
 
-    def _failure(self, name: str, error: RuntimeError) -> RuntimeError:
+    def failure(self, name: str, error: RuntimeError) -> RuntimeError:
         """A transfer's error, with the names of who is missing; a lone process's errors are its own."""
-        return error if self.world_size == 1 else self.agreement.explain(name, error)
+        if self.world_size == 1 or self.agreement.failed is not None:  # or explained already
+            return error
+        return self.agreement.explain(name, error)
 
     def _apply(self, request: Request) -> list[Tensor]:
         """Run as a registered operator (with autograd, or while compiling)."""
@@ -249,7 +285,7 @@ class Runner:
                 try:
                     return deliver(job.result())
                 except RuntimeError as error:
-                    raise self._failure(request.name, error) from error
+                    raise self.failure(request.name, error) from error
 
             return Handle(finish)
         current = torch.cuda.current_stream(tensors[0].device)

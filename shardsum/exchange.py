@@ -67,7 +67,10 @@ def _exchange(
         owner.agree_compiled("exchange", shards[0], reduce, grad, [kinds, sources, sinks])
     held = owner.hosted(intervals(sources), kinds[0])
     narrowed = [s if s.shape[0] == e - b else s[: e - b] for s, (b, e) in zip(shards, held)]
-    outs = owner.run(narrowed, intervals(sources), intervals(sinks), kinds, reduce).result()
+    try:
+        outs = owner.run(narrowed, intervals(sources), intervals(sinks), kinds, reduce).result()
+    except RuntimeError as error:
+        raise owner.failure("exchange" if grad != "adjoint" else "backward of exchange", error) from error
     return _with_rows(outs, rows or [o.shape[0] for o in outs])
 
 

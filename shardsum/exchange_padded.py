@@ -39,7 +39,10 @@ def _exchange_padded(
     if owner.engine.peers is not None and owner.engine.transport != "gather":
         plan = owner.engine.plan(((0, x.shape[1]),) * owner.num_virtual_ranks, intervals(sinks), kinds)
         return owner.engine.padded_by_peers(plan, x, lengths, reduce)
-    rows, all_lengths = gather_padded(owner.engine, x, lengths)
+    try:
+        rows, all_lengths = gather_padded(owner.engine, x, lengths)
+    except RuntimeError as error:
+        raise owner.failure("exchange_padded", error) from error
     wanted = owner.hosted(intervals(sinks), kinds[1])
     outs = [sum_padded_part(rows, all_lengths, interval, reduce) for interval in wanted]
     return [*outs, all_lengths]

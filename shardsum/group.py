@@ -37,7 +37,7 @@ from torch import Tensor
 from . import membership
 from .agreement import Agreement
 from .calls import Runner
-from .checks import check_size
+from .checks import as_ints, check_size
 from .engine import Engine, Reduce
 from .generators import RankGenerators
 from .layout import Interval, intervals_of, owners_of
@@ -50,12 +50,15 @@ from .requests import (
     check_grad,
     check_intervals,
     check_lengths,
+    check_out,
     check_reduce,
+    check_scalars,
     check_splits,
+    describe_reduce,
     describe_rows,
     into,
     narrow,
-    take_out,
+    needs_grad,
 )
 from .transports import Wire
 from .transports import costs as cost_tables
@@ -105,22 +108,22 @@ class ShardGroup:
         pg = membership.process_group(group)
         self.group = pg
         self.rank, self.world_size = (0, 1) if pg is None else (dist.get_rank(pg), dist.get_world_size(pg))
-        self.device = membership.device(pg, device)
-        limit = membership.timeout(pg, timeout)
-        if check not in ("first", "always"):
-            raise ValueError(f'check: expected "first" or "always", got {check!r}')
-        self._agreement = Agreement(pg, check, limit)
+        self._agreement = Agreement(pg, membership.timeout(pg, None))
         self._agreement.begin()
         try:
+            limit = self._agreement.timeout = membership.timeout(pg, timeout)
+            self._agreement.check = membership.check_mode(check)
+            self.device = membership.device(pg, device)
             self.num_virtual_ranks = membership.num_virtual_ranks(num_virtual_ranks, pg, self.world_size)
             self.owners = owners_of(self.num_virtual_ranks, self.world_size, placement)
             membership.check_transport(transport, self.world_size)
             table = cost_tables.load(costs)
-        except (ValueError, TypeError) as error:
+        except Exception as error:
             raise self._agreement.refuse("ShardGroup", error) from error
         signature: dict[str, Any] = {"num_virtual_ranks": self.num_virtual_ranks, "placement": list(self.owners)}
         signature |= {"transport": transport, "check": check, "device": self.device.type, "costs": repr(table)}
         membership.refuse_shared_gpu(self._agreement.agree("ShardGroup", signature, membership.gpu(self.device)))
+        self._agreement.connect()
         wire = Wire(pg, limit) if pg is not None and self.world_size > 1 else None
         peers = self._find_peers(transport, limit) if wire is not None else None
         self.engine = Engine(self.owners, self.rank, wire, transport, table, peers)
@@ -142,8 +145,8 @@ class ShardGroup:
         if transport not in ("auto", "peer") or (transport == "auto" and self.device.type != "cuda"):
             return None
         assert self.group is not None
-        side = self._agreement.side
-        peers = Peers(self.group, side, self.owners, self.device, limit.total_seconds())
+        gather = self._agreement.gather_objects
+        peers = Peers(self.group, gather, self.owners, self.device, limit.total_seconds())
         if transport == "peer" and peers.reason is not None:
             raise ValueError(f'transport: "peer" cannot be used: {peers.reason}')
         return peers
@@ -186,22 +189,25 @@ class ShardGroup:
         """
 
         def build() -> Request:
-            hosted = self._runner.shards(shards)
-            wanted = out.dtype if out_dtype is None and out is not None else out_dtype
+            hosted = self._runner.shards(shards, async_op)
+            wanted = out.dtype if out_dtype is None and isinstance(out, Tensor) else out_dtype
             reduce = check_reduce(op, scale, hosted[0].dtype, wanted)
-            signature = {"size": size, "op": op, "scale": scale, "grad": grad, "out_dtype": str(reduce.dtype)}
-            request = self._runner.with_lengths("all_reduce", hosted, lengths, size, signature)
-            end = self._runner.end(request, size)
+            check_out(out, hosted, reduce.dtype)
+            signature = {"grad": check_grad(grad), **describe_reduce(reduce)}
+            end = None if size is None else check_size(size)
+            request = self._runner.with_lengths("all_reduce", hosted, lengths, end, signature, out)
+            end = self._runner.end(request, end)
             request.sinks, request.kinds = ((0, end),) * self.world_size, "vp"
-            request.reduce, request.grad = reduce, check_grad(grad)
-            take_out(out, (end, *request.trailing), reduce.dtype, request)
+            request.reduce, request.grad = reduce, grad
+            self._runner.take_out(request, out, end)
             return request
 
         replay = None
         if out is not None and not async_op and self.engine.peers is not None:
-            replay = self._runner.replays.key(shards, lengths, out, size, op, scale, out_dtype)
+            text = None if scale is None else repr(scale)  # 0.0 and -0.0 differ
+            replay = self._runner.replays.key(shards, lengths, out, size, op, text, out_dtype)
             if replay is not None and self._runner.replay(replay, shards, out):
-                return out
+                return into(out, out)
         return self._runner.collective("all_reduce", build, lengths, async_op, lambda outs: into(outs[0], out), replay)
 
     def reduce_scatter(
@@ -226,12 +232,13 @@ class ShardGroup:
         """
 
         def build() -> Request:
-            hosted = self._runner.shards(shards)
+            hosted = self._runner.shards(shards, async_op)
             reduce = check_reduce(op, scale, hosted[0].dtype, out_dtype)
-            signature: dict[str, Any] = {"size": size, "op": op, "scale": scale, "out_dtype": str(reduce.dtype)}
-            signature["splits"] = None if splits is None else [int(n) for n in splits]
-            request = self._runner.with_lengths("reduce_scatter", hosted, lengths, size, signature)
-            parts = check_splits(splits, self.num_virtual_ranks, self._runner.end(request, size))
+            signature = describe_reduce(reduce)
+            signature["splits"] = None if splits is None else as_ints("splits", splits, self.num_virtual_ranks)
+            end = None if size is None else check_size(size)
+            request = self._runner.with_lengths("reduce_scatter", hosted, lengths, end, signature)
+            parts = check_splits(signature["splits"], self.num_virtual_ranks, self._runner.end(request, end))
             request.sinks, request.kinds = tuple(intervals_of(parts)), "vv"
             request.reduce, request.grad = reduce, "sum"
             return request
@@ -256,9 +263,10 @@ class ShardGroup:
         """
 
         def build() -> Request:
-            hosted = self._runner.shards(shards)
-            signature = {"grad": check_grad(grad)}
-            request = self._runner.with_lengths("all_gather", hosted, lengths, None, signature)
+            hosted = self._runner.shards(shards, async_op)
+            check_out(out, hosted, hosted[0].dtype)
+            signature: dict[str, Any] = {"grad": check_grad(grad)}
+            request = self._runner.with_lengths("all_gather", hosted, lengths, None, signature, out)
             if request.sources is None:
                 raise ValueError(
                     "lengths: a device tensor does not tell the host how long the result is; pass ints or None"
@@ -267,7 +275,7 @@ class ShardGroup:
             total = request.sources[-1][1]
             request.sinks, request.kinds = ((0, total),) * self.world_size, "vp"
             request.reduce, request.grad = Reduce("copy", None, hosted[0].dtype), grad
-            take_out(out, (total, *request.trailing), hosted[0].dtype, request)
+            self._runner.take_out(request, out, total)
             return request
 
         return self._runner.collective("all_gather", build, lengths, async_op, lambda outs: into(outs[0], out))
@@ -297,15 +305,15 @@ class ShardGroup:
         """
 
         def build() -> Request:
-            hosted = self._runner.shards(shards)
+            hosted = self._runner.shards(shards, async_op)
             reduce = check_reduce(op, scale, hosted[0].dtype, out_dtype)
             end = check_size(size)
             sources = check_intervals("in_intervals", in_intervals, self.num_virtual_ranks, end)
             sinks = check_intervals("out_intervals", out_intervals, self.num_virtual_ranks, end)
             lengths = [e - b for b, e in sources]
             check_lengths(lengths, hosted, self.virtual_ranks, None)
-            signature = {"size": end, "op": op, "scale": scale, "out_dtype": str(reduce.dtype), **describe_rows(hosted)}
-            signature |= {"in_intervals": sources, "out_intervals": sinks}
+            signature = {"size": end, **describe_reduce(reduce), **describe_rows(hosted)}
+            signature |= {"in_intervals": sources, "out_intervals": sinks, "requires grad": needs_grad(hosted)}
             rows = narrow(hosted, lengths, self.virtual_ranks)
             return Request("exchange", rows, sources, sinks, "vv", reduce, "sum", signature)
 
@@ -322,21 +330,18 @@ class ShardGroup:
         Returns:
             ``(mean, count)``: float32 and int64, both 0-dim; mean 0 where count is 0.
         """
-        losses = [x.reshape(1).to(torch.float32) for x in self._scalars("loss_sum", loss_sum)]
-        counts = [torch.as_tensor(n, device=x.device) for n, x in zip(self._scalars("num_valid", num_valid), losses)]
+        try:
+            losses = check_scalars("loss_sum", loss_sum, self.virtual_ranks, floating=True)
+            counts = check_scalars("num_valid", num_valid, self.virtual_ranks, floating=False)
+        except ValueError as error:
+            raise self.refuse("token_mean", error) from error
+        losses = [x.reshape(1).to(torch.float32) for x in losses]
+        counts = [torch.as_tensor(n, dtype=torch.int64, device=x.device) for n, x in zip(counts, losses)]
         ones = [1] * self.num_virtual_ranks
         total = self.all_reduce(losses, ones, size=1, grad=grad)
-        count = self.all_reduce([n.reshape(1).to(torch.int64) for n in counts], ones, size=1)
+        count = self.all_reduce([n.reshape(1) for n in counts], ones, size=1)
         mean = torch.where(count > 0, total / count.clamp(min=1).to(torch.float32), torch.zeros_like(total))
         return mean.reshape(()), count.reshape(())
-
-    def _scalars(self, name: str, values: Any) -> list[Any]:
-        values = [values] if isinstance(values, (Tensor, int)) and len(self.virtual_ranks) == 1 else list(values)
-        if len(values) != len(self.virtual_ranks):
-            raise ValueError(
-                f"{name}: {len(values)} values, but this process hosts {len(self.virtual_ranks)} virtual ranks"
-            )
-        return values
 
     # Shared parameters and random streams of virtual ranks
 
@@ -400,9 +405,10 @@ class ShardGroup:
             size, row_shape (``F``), dtype, out_dtype: of the call.
             collective: "all_reduce", "reduce_scatter" or "all_gather".
         """
-        lengths = [int(n) for n in lengths]
+        lengths = as_ints("lengths", lengths, self.num_virtual_ranks)
+        end = max(lengths) if size is None else check_size(size)
+        check_lengths(lengths, (), (), end)
         sources = tuple((0, n) for n in lengths)
-        end = max(lengths) if size is None else size
         sinks: tuple[Interval, ...] = ((0, end),) * self.world_size
         kinds, op = "vp", "sum"
         if collective == "all_gather":

@@ -8,6 +8,7 @@ The adjoint of an exchange is the plan with the two sides swapped.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,7 +79,10 @@ def owners_of(num_virtual_ranks: int, world_size: int, placement: str | Sequence
             ks = [v % (2 * g_count) for v in range(r_count)]
             return tuple(k if k < g_count else 2 * g_count - 1 - k for k in ks)
         raise ValueError(f'placement: expected "contiguous", "zigzag" or a list of owners, got {placement!r}')
-    owners = tuple(int(g) for g in placement)
+    try:
+        owners = tuple(operator.index(g) for g in placement)
+    except TypeError:
+        raise ValueError(f'placement: expected "contiguous", "zigzag" or a list of owners, got {placement!r}') from None
     if len(owners) != r_count:
         raise ValueError(f"placement: {len(owners)} owners for {r_count} virtual ranks")
     for v, g in enumerate(owners):

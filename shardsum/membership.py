@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import socket
 from datetime import timedelta
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .checks import check_size
 from .transports import TRANSPORTS
 from .transports.peer_memory import shares_gpus
+
+MAX_VIRTUAL_RANKS = 1 << 16  # plans list every virtual rank
+_MAX_SECONDS = 10**8
 
 
 def process_group(group: Any) -> dist.ProcessGroup | None:
@@ -37,7 +41,12 @@ def process_group(group: Any) -> dist.ProcessGroup | None:
 
 def device(pg: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
     if device is not None:
-        device = torch.device(device)
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device: {device!r} is none: {error}") from None
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device: {device}, but torch finds no CUDA device")
     elif pg is not None and torch.cuda.is_available() and _has_cuda_backend(pg):
         device = torch.device("cuda")
     else:
@@ -54,12 +63,11 @@ def _has_cuda_backend(pg: dist.ProcessGroup) -> bool:
 
 
 def timeout(pg: dist.ProcessGroup | None, timeout: float | timedelta | None) -> timedelta:
-    if isinstance(timeout, timedelta):
-        return timeout
     if timeout is not None:
-        if timeout <= 0:
-            raise ValueError(f"timeout: {timeout} s is not positive")
-        return timedelta(seconds=timeout)
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if not isinstance(seconds, Real) or not 0 < seconds <= _MAX_SECONDS:
+            raise ValueError(f"timeout: expected seconds between 0 and {_MAX_SECONDS} or a timedelta, got {timeout!r}")
+        return timedelta(seconds=float(seconds))
     if pg is not None:
         for device in pg._device_types:
             limit = getattr(getattr(pg._get_backend(device), "options", None), "_timeout", None)
@@ -73,10 +81,19 @@ def num_virtual_ranks(value: int | None, pg: dist.ProcessGroup | None, world_siz
         if pg is None:
             raise ValueError("num_virtual_ranks: a lone process cannot guess R; pass it, for example ShardGroup(4)")
         return world_size
-    value = check_size(value) if not isinstance(value, bool) else 0
-    if value < 1:
-        raise ValueError(f"num_virtual_ranks: {value} is less than 1")
-    return value
+    try:
+        count = operator.index(value) if not isinstance(value, bool) else 0
+    except TypeError:
+        count = 0
+    if not 1 <= count <= MAX_VIRTUAL_RANKS:
+        raise ValueError(f"num_virtual_ranks: expected an int between 1 and {MAX_VIRTUAL_RANKS}, got {value!r}")
+    return count
+
+
+def check_mode(check: str) -> str:
+    if check not in ("first", "always"):
+        raise ValueError(f'check: expected "first" or "always", got {check!r}')
+    return check
 
 
 def check_transport(transport: str, world_size: int) -> None:

@@ -17,13 +17,13 @@ from .layout import ExchangePlan, intervals_of, length
 from .operators import readable
 from .transports import peer_plan
 from .transports.peer import PeerTransport, Tuning, available
-from .transports.peer_memory import gather_objects
+from .transports.peer_memory import Gather
 
 
 class Peers:
     """Args:
         group: the processes.
-        side: a gloo group of the same processes, for set-up.
+        gather: every process's value of a small object, by process, for set-up.
         owners: the process of every virtual rank.
         device: this process's GPU.
         timeout: seconds that a kernel waits for another process.
@@ -35,13 +35,13 @@ class Peers:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        side: dist.ProcessGroup,
+        gather: Gather,
         owners: Sequence[int],
         device: torch.device,
         timeout: float,
     ) -> None:
         self._arguments = (group, tuple(owners), device)
-        self._gather, self._timeout = gather_objects(side), timeout
+        self._gather, self._timeout = gather, timeout
         self._transport: PeerTransport | None = None
         self._hosted = max(owners.count(p) for p in range(dist.get_world_size(group)))
         self.reason = self._too_many(len(owners)) or available(group, device, self._gather)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from .checks import as_ints, check_index_tensor, check_shards, check_size, describe, overlap
+from .checks import as_ints, check_index_tensor, check_shards, check_size, describe, is_strided, overlap
 from .engine import Reduce
 from .layout import Interval, split_evenly
 from .numerics import check_op, resolve_out_dtype
@@ -34,15 +35,11 @@ class Request:
     signature: dict[str, Any]
     device_lengths: Tensor | None = None
     out: Tensor | None = None
+    out_rows: Sequence[int] = ()  # rows of every process's out, -1 without one, where they came with the lengths
 
     @property
     def needs_grad(self) -> bool:
-        return torch.is_grad_enabled() and any(s.requires_grad for s in self.shards)
-
-    @property
-    def trailing(self) -> tuple[int, ...]:
-        """``F``."""
-        return tuple(self.shards[0].shape[1 if self.sources is not None else 2 :])
+        return needs_grad(self.shards)
 
 
 def hosted_shards(shards: Shards, hosted: Sequence[int], device: torch.device | None) -> list[Tensor]:
@@ -74,9 +71,18 @@ def describe_rows(shards: Sequence[Tensor]) -> dict[str, Any]:
     return {"dtype": str(shards[0].dtype), "trailing shape": list(shards[0].shape[1:])}
 
 
+def describe_reduce(reduce: Reduce) -> dict[str, Any]:
+    """The part of a signature that says what is computed. A scale as text: NaN equals NaN, 0.0 differs from -0.0."""
+    scale = None if reduce.scale is None else repr(reduce.scale)
+    return {"op": reduce.op, "scale": scale, "out_dtype": str(reduce.dtype)}
+
+
+def needs_grad(shards: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(s.requires_grad for s in shards)
+
+
 def check_reduce(op: str, scale: float | None, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Reduce:
-    check_op(op, scale, dtype)
-    return Reduce(op, None if scale is None else float(scale), resolve_out_dtype(dtype, out_dtype))
+    return Reduce(op, check_op(op, scale, dtype), resolve_out_dtype(dtype, out_dtype))
 
 
 def check_grad(grad: str) -> str:
@@ -117,7 +123,7 @@ def check_intervals(name: str, intervals: Any, count: int, size: int) -> tuple[I
         intervals = intervals.tolist()
     try:
         pairs = [(begin, end) for begin, end in intervals]
-    except TypeError:
+    except (TypeError, ValueError):
         raise ValueError(f"{name}: expected {count} pairs (begin, end), got {intervals!r}") from None
     if len(pairs) != count:
         raise ValueError(f"{name}: {len(pairs)} intervals for {count} virtual ranks")
@@ -150,21 +156,50 @@ def narrow(shards: Sequence[Tensor], lengths: Sequence[int], hosted: Sequence[in
     return [s if s.shape[0] == lengths[r] else s[: lengths[r]] for r, s in zip(hosted, shards)]
 
 
-def take_out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, request: Request) -> None:
-    """Note ``out`` in the request; ValueError when it cannot receive a result of this shape and dtype."""
+def check_out(out: Tensor | None, shards: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``out`` can receive a result of these shards and this dtype, of any number of rows."""
     if out is None:
         return
-    if tuple(out.shape) != shape or out.dtype != dtype:
-        raise ValueError(f"out: {out.dtype} {tuple(out.shape)}, but the result is {dtype} {shape}")
-    if out.device != request.shards[0].device:
-        raise ValueError(f"out: on {out.device}, but the shards are on {request.shards[0].device}")
-    if request.needs_grad or (torch.is_grad_enabled() and out.requires_grad):
+    if not is_strided(out):
+        raise ValueError(f"out: expected a Tensor, got {describe(out)}")
+    if out.dim() == 0 or out.shape[1:] != shards[0].shape[1:] or out.dtype != dtype:
+        result = f"{dtype} {('size', *shards[0].shape[1:])}"
+        raise ValueError(f"out: {describe(out)}, but the result is {result}")
+    if out.device != shards[0].device:
+        raise ValueError(f"out: on {out.device}, but the shards are on {shards[0].device}")
+    if torch.compiler.is_compiling():  # the result is copied there, with its gradient
+        return
+    if needs_grad([*shards, out]):
         raise ValueError("out: not possible where gradients are needed; use the returned tensor")
-    if any(overlap(out, s) for s in request.shards):
+    if any(overlap(out, s) for s in shards):
         raise ValueError("out: shares memory with the shards")
-    request.out = out
+
+
+def check_scalars(name: str, values: Any, hosted: Sequence[int], floating: bool) -> list[Any]:
+    """One number per hosted virtual rank: floating Tensors of one element, or integer ones and ints."""
+    single = isinstance(values, (Tensor, int)) and len(hosted) == 1
+    try:
+        values = [values] if single else list(values)
+    except TypeError:
+        raise ValueError(f"{name}: expected one value per hosted virtual rank, got {describe(values)}") from None
+    if len(values) != len(hosted):
+        raise ValueError(f"{name}: {len(values)} values, but this process hosts {len(hosted)} virtual ranks")
+    for v, x in zip(hosted, values):
+        if is_strided(x):
+            fits = x.numel() == 1 and not x.is_complex() and x.is_floating_point() == floating
+        else:
+            fits = isinstance(x, int) and not floating and 0 <= x < 2**63
+        if not fits:
+            what = "a floating Tensor of one element" if floating else "an integer Tensor of one element, or an int"
+            raise ValueError(f"{name}: virtual rank {v} has {describe(x)}, expected {what}")
+    return values
 
 
 def into(result: Tensor, out: Tensor | None) -> Tensor:
     """``out`` with the result's values, or the result itself."""
-    return result if out is None or out is result else out.copy_(result)
+    if out is None:
+        return result
+    if out is not result:
+        return out.copy_(result)
+    increment_version(out)  # autograd must notice when it has saved the values that a kernel overwrote
+    return out

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from processes import run_processes
-from values import B0_LENGTHS, B0_SUM, b0
+from values import B0_LENGTHS, B0_SUM, assert_same, b0
 
 from shardsum import ShardGroup
 
@@ -78,6 +81,36 @@ DISAGREEMENTS: dict[str, tuple[Callable, Callable, str]] = {
         lambda g: g.all_reduce([None] * len(g.virtual_ranks), [2] * 4),
         "process 2: shards: virtual rank 3 is None",
     ),
+    "no tensor to write to": (
+        lambda g: g.all_reduce(ones(g), [2] * 4),
+        lambda g: g.all_reduce(ones(g), [2] * 4, out=[0.0, 0.0]),
+        "all_reduce: process 2: out: expected a Tensor, got [0.0, 0.0]",
+    ),
+    "a counted out too long": (
+        lambda g: g.all_reduce(ones(g)),
+        lambda g: g.all_reduce(ones(g), out=torch.empty(3)),
+        "all_reduce: process 2: out: 3 rows, but the result has 2",
+    ),
+    "counted, asynchronous, with gradient": (
+        lambda g: g.all_gather(ones(g), async_op=True),
+        lambda g: g.all_gather([x.requires_grad_() for x in ones(g)], async_op=True),
+        "all_gather: process 2: async_op: not possible",
+    ),
+    "gradient": (
+        lambda g: g.reduce_scatter(ones(g), [2] * 4),
+        lambda g: g.reduce_scatter([x.requires_grad_() for x in ones(g)], [2] * 4),
+        "reduce_scatter: requires grad differs: process 0 has False, process 2 has True",
+    ),
+    "token count": (
+        lambda g: g.token_mean([torch.tensor(1.0)] * len(g.virtual_ranks), [1] * len(g.virtual_ranks)),
+        lambda g: g.token_mean([torch.tensor(1.0)], [1.5]),
+        "token_mean: process 2: num_valid: virtual rank 3 has 1.5, expected an integer",
+    ),
+    "pairs": (
+        lambda g: g.exchange(ones(g), [(0, 2)] * 4, [(0, 2)] * 4, size=2),
+        lambda g: g.exchange(ones(g), [(0, 2, 4)] * 4, [(0, 2)] * 4, size=2),
+        "exchange: process 2: in_intervals: expected 4 pairs",
+    ),
 }
 
 
@@ -108,7 +141,10 @@ def test_check_always_catches_it_on_a_cached_signature(name: str) -> None:
     assert len(set(messages)) == 1 and DISAGREEMENTS[name][2] in messages[0], messages
 
 
-@pytest.mark.parametrize("name", ["counted dtype", "a counted length too long"])
+@pytest.mark.parametrize(
+    "name",
+    ["counted dtype", "a counted length too long", "a counted out too long", "counted, asynchronous, with gradient"],
+)
 def test_counted_lengths_catch_it_on_every_call(name: str) -> None:
     messages = run_processes(disagree, 3, name, "first", True)
     assert len(set(messages)) == 1 and DISAGREEMENTS[name][2] in messages[0], messages
@@ -123,12 +159,19 @@ CONSTRUCTORS = {
         "process 1: num_virtual_ranks: 1 is less than",
     ),
     "transport": (lambda: ShardGroup(4), lambda: ShardGroup(4, transport="local"), '"local" is for one process'),
+    "check": (lambda: ShardGroup(4), lambda: ShardGroup(4, check="never"), "process 1: check: expected"),
+    "timeout": (lambda: ShardGroup(4), lambda: ShardGroup(4, timeout=-1), "process 1: timeout: expected seconds"),
+    "device": (lambda: ShardGroup(4), lambda: ShardGroup(4, device="nowhere"), "process 1: device: 'nowhere'"),
+    "too many": (lambda: ShardGroup(4), lambda: ShardGroup(2**63), "process 1: num_virtual_ranks: expected an int"),
+    "owners": (lambda: ShardGroup(4), lambda: ShardGroup(4, placement=[0, 0, 0.5, 1]), "process 1: placement: exp"),
 }
 
 
 def construct(rank: int, world_size: int, name: str) -> str:
     with pytest.raises(ValueError) as caught:
         CONSTRUCTORS[name][rank]()
+    fresh = ShardGroup(4)
+    assert fresh.all_reduce(ones(fresh), [2] * 4).tolist() == [4.0, 4.0]
     return str(caught.value)
 
 
@@ -200,9 +243,77 @@ def steady_state(rank: int, world_size: int) -> None:
     side = group._agreement
     del side._store, side.side  # any use of them would be an error
     step()
-    with pytest.raises(AttributeError, match="side"):
+    with pytest.raises(AttributeError, match="side|_store"):
         group.all_reduce(x)
 
 
 def test_no_metadata_travels_in_the_steady_state() -> None:
     run_processes(steady_state, 2)
+
+
+def the_same_values_in_other_types(rank: int, world_size: int) -> None:
+    group = ShardGroup(4)
+    for scale in (2, 2.0, np.float64(2), float("nan"), float("nan")):
+        for size in (2, np.int64(2), torch.tensor(2)):
+            # Each process passes another type to a signature that is known or new for all alike.
+            mine = (scale, size) if rank else (float(scale), int(size))
+            result = group.all_reduce(ones(group), [2] * 4, scale=mine[0], size=mine[1])
+            assert_same(result, torch.full((2,), 4.0 * float(scale)))
+
+
+def test_equal_values_of_other_types_agree() -> None:
+    run_processes(the_same_values_in_other_types, 2)
+
+
+def groups_of_other_groups(rank: int, world_size: int) -> None:
+    """A process is in more torch groups than another when both construct a ShardGroup."""
+    part = dist.new_group([0, 1])
+    if rank < 2:
+        assert ShardGroup(2, part).all_reduce([torch.ones(1)], [1, 1]).tolist() == [2.0]
+    group = ShardGroup(3)
+    assert group.all_reduce([torch.ones(1)]).tolist() == [3.0]
+
+
+def test_groups_of_other_groups() -> None:
+    run_processes(groups_of_other_groups, 3)
+
+
+def leave_nothing(rank: int, world_size: int) -> None:
+    def construct_and_drop() -> tuple[int, int]:
+        group = ShardGroup(2)
+        group.all_reduce(ones(group))
+        del group
+        gc.collect()
+        dist.barrier()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    files, threads = construct_and_drop()
+    for _ in range(5):
+        construct_and_drop()
+    more_files, more_threads = construct_and_drop()
+    assert more_files <= files + 4 and more_threads <= threads + 2, (files, more_files, threads, more_threads)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts files and threads in /proc")
+def test_dropped_groups_leave_no_files_and_threads() -> None:
+    run_processes(leave_nothing, 2)
+
+
+def stay_away_in_backward(rank: int, world_size: int) -> str | None:
+    group = ShardGroup(3, timeout=2)
+    x = [t.requires_grad_() for t in ones(group)]
+    y = group.all_gather(x, [2] * 3)
+    if rank == 1:
+        time.sleep(5)  # its loss does not use y
+        return None
+    with pytest.raises(RuntimeError) as caught:
+        y.sum().backward()
+    with pytest.raises(RuntimeError, match="failed earlier"):
+        group.all_reduce(ones(group), [2] * 3)
+    return str(caught.value)
+
+
+def test_a_process_without_backward_is_named() -> None:
+    messages = run_processes(stay_away_in_backward, 3)
+    for message in (messages[0], messages[2]):
+        assert "backward of exchange" in message and "no word from process 1" in message, messages

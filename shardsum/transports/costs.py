@@ -42,6 +42,9 @@ def load(source: str | os.PathLike[str] | Mapping[str, Costs] | None) -> Mapping
     if source is None:
         return DEFAULT
     if isinstance(source, Mapping):
+        for device, constants in source.items():
+            if not isinstance(constants, Costs):
+                raise ValueError(f"costs: {device!r} has {constants!r}, expected Costs")
         return {**DEFAULT, **source}
     try:
         table = {device: Costs(**constants) for device, constants in json.loads(Path(source).read_text()).items()}
