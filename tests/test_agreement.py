@@ -243,7 +243,7 @@ def steady_state(rank: int, world_size: int) -> None:
     side = group._agreement
     del side._store, side.side  # any use of them would be an error
     step()
-    with pytest.raises(AttributeError, match="side|_store"):
+    with pytest.raises(AttributeError, match=r"side|_store"):
         group.all_reduce(x)
 
 
