@@ -165,7 +165,8 @@ class Runner:
         all_gather on the host."""
         rows = -1 if out is None else out.shape[0]
         everyone = self.agreement.gather_lengths(name, signature, [*counts, rows], self._slots)
-        return [everyone[owner][slot] for owner, slot in self._positions], [row[-1] for row in everyone]
+        out_rows = [row[-1] for row in everyone] if self.world_size > 1 else []
+        return [everyone[owner][slot] for owner, slot in self._positions], out_rows
 
     @staticmethod
     def take_out(request: Request, out: Tensor | None, rows: int) -> None:
