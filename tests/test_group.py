@@ -347,7 +347,7 @@ BAD = [
     (lambda g: g.exchange([torch.ones(1)] * 4, [(0, 2)] * 4, [(0, 2)] * 4, size=2), "its shard holds 1 rows"),
     (lambda g: g.token_mean([torch.ones(())] * 3, [1] * 4), "loss_sum: 3 values"),
     (lambda g: ShardGroup(), "a lone process cannot guess R"),
-    (lambda g: ShardGroup(0), "num_virtual_ranks: 0"),
+    (lambda g: ShardGroup(0), "num_virtual_ranks: expected an int between 1 and 65536, got 0"),
     (lambda g: ShardGroup(2, transport="pigeon"), "transport: expected"),
     (lambda g: ShardGroup(2, check="never"), "check: expected"),
     (lambda g: ShardGroup(2, timeout=-1), "timeout"),
