@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,8 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "native": {
-            k: str(v) if isinstance(v, Path) else v for k, v in asdict(native.status()).items() if k != "reason"
-        },
+        "backend": native.status().backend,
+        "cpu_isa": native.status().cpu_isa,
     }
 
 
