@@ -271,9 +271,9 @@ class Runner:
             return exchange_padded(request.shards[0], request.device_lengths, sinks, *tail)[:-1]
         return operators.exchange(request.shards, operators.flatten(request.sources), sinks, None, *tail)
 
-    def _job(self, request: Request) -> Any:
-        if request.sources is None:
-            return _Ready(lambda: self._apply(request))
+    def _job(self, request: Request) -> Job:
+        if request.sources is None:  # its arguments were compared just now, so it runs now, also with async_op
+            return Job(self._apply(request), iter(()))
         return self.run(request.shards, request.sources, request.sinks, request.kinds, request.reduce, request.out)
 
     def _begin(self, request: Request, deliver: Callable[[list[Tensor]], Any]) -> Handle:
@@ -312,10 +312,3 @@ class Runner:
     def same_form(self, shards: Shards) -> Callable[[list[Tensor]], Any]:
         single = isinstance(shards, Tensor) and len(self.virtual_ranks) == 1
         return lambda outs: outs[0] if single else outs
-
-
-class _Ready:
-    """A job that runs when its result is asked for."""
-
-    def __init__(self, result: Callable[[], list[Tensor]]) -> None:
-        self.result = result

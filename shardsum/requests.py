@@ -61,7 +61,7 @@ def hosted_shards(shards: Shards, hosted: Sequence[int], device: torch.device | 
     shards = check_shards(shards, hosted)
     if len(shards) != k:
         raise ValueError(f"shards: {len(shards)} shards, but this process hosts {k} virtual ranks {list(hosted)}")
-    if device is not None and shards[0].device.type != device.type:
+    if device is not None and shards[0].device != device:
         raise ValueError(f"shards: on {shards[0].device}, but the group exchanges tensors on {device}")
     return shards
 
