@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import exchange as operators
 from .agreement import Agreement, Disagreement
+from .checks import needs_grad
 from .engine import Engine, Job, Reduce
 from .exchange_padded import exchange_padded
 from .layout import Interval
@@ -29,7 +30,6 @@ from .requests import (
     describe_rows,
     hosted_shards,
     narrow,
-    needs_grad,
 )
 
 _names = itertools.count()
@@ -94,7 +94,8 @@ class Runner:
     ) -> Job:
         """Start an exchange of checked arguments (what the registered operators call)."""
         plan = self.engine.plan(tuple(sources), tuple(sinks), kinds)
-        return self.engine.start(plan, [s.contiguous() for s in shards], reduce, out)
+        rows = [s.resolve_conj().resolve_neg().contiguous() for s in shards]  # bytes travel, not lazy signs
+        return self.engine.start(plan, rows, reduce, out)
 
     def hosted(self, of: Sequence[Any], kind: str) -> list[Any]:
         """What belongs to this process among one item per virtual rank ("v") or per process ("p")."""
@@ -248,11 +249,23 @@ class Runner:
             self.agreement.call -= 1  # the long way counts it
         return ran
 
-    def agree_compiled(self, name: str, first: Tensor, reduce: Reduce, grad: str, bounds: list[Any]) -> None:
-        """Compare the arguments of an operator that compiled code calls (eager calls have done it)."""
+    def agree_compiled(
+        self,
+        name: str,
+        first: Tensor,
+        reduce: Reduce,
+        grad: str,
+        bounds: list[Any],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Check and compare the arguments of an operator that compiled code calls (eager calls have done it)."""
         if self._agreed:
             return
         self.agreement.begin()
+        try:
+            check()
+        except ValueError as error:
+            raise self.agreement.refuse(name, error) from error
         signature = {"grad": grad, "bounds": bounds, **describe_reduce(reduce), **describe_rows([first])}
         self.agreement.agree(name, signature)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _MAX_POSITIONS = 1 << 48  # rows of a tensor; far beyond memory, far below overflow
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -25,6 +26,15 @@ def describe(value: Any) -> str:
     if not is_strided(value):
         return f"a {value.dtype} Tensor of layout {'nested' if value.is_nested else value.layout}"
     return f"{value.dtype} {tuple(value.shape)}"
+
+
+def needs_grad(tensors: Sequence[Tensor]) -> bool:
+    """Whether autograd records what is done to these tensors. ValueError for tensors with a forward-mode tangent, which
+    would be lost."""
+    forward_mode = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    if forward_mode and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise ValueError("shards: forward-mode derivatives are not implemented; use backward")
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def check_host_lengths(
@@ -112,6 +122,8 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
         return False
     a_begin, b_begin = a.data_ptr(), b.data_ptr()
+    if not a_begin or not b_begin:  # fake tensors lie nowhere
+        return False
     return a_begin < b_begin + _span(b) and b_begin < a_begin + _span(a)
 
 

@@ -31,6 +31,7 @@ from .layout import Interval
 from .numerics import accumulator_dtype
 from .operators import define, finish_gradient
 from .reference import contributions
+from .requests import check_lengths
 
 if TYPE_CHECKING:
     from .calls import Runner
@@ -64,7 +65,13 @@ def _exchange(
 ) -> list[Tensor]:
     owner, reduce = groups[group], Reduce(op, scale, dtype)
     if grad != "adjoint":
-        owner.agree_compiled("exchange", shards[0], reduce, grad, [kinds, sources, sinks])
+        lengths = [e - b for b, e in intervals(sources)]
+        size = sinks[1] if kinds == "vp" else None  # else what lies beyond the outputs is ignored
+
+        def check() -> None:
+            check_lengths(lengths, shards, owner.virtual_ranks, size)
+
+        owner.agree_compiled("exchange", shards[0], reduce, grad, [kinds, sources, sinks], check)
     held = owner.hosted(intervals(sources), kinds[0])
     narrowed = [s if s.shape[0] == e - b else s[: e - b] for s, (b, e) in zip(shards, held)]
     try:
@@ -185,7 +192,7 @@ def _take_setup(ctx: Any, inputs: tuple, output: Any) -> None:
 def _take_backward(ctx: Any, grads: list[Tensor]) -> tuple:
     pairs = intervals(ctx.hosted)
     parts = [g[: e - b].contiguous() for g, (b, e) in zip(grads, pairs)]
-    total = operators.ragged_sum(parts, [b for b, _ in pairs], ctx.size, "sum", ctx.scale, ctx.dtype)
+    total = operators.ragged_sum(parts, [b for b, _ in pairs], ctx.size, None, "sum", ctx.scale, ctx.dtype)
     return total, None, None, None, None
 
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from . import membership
 from .agreement import Agreement
 from .calls import Runner
-from .checks import as_ints, check_size
+from .checks import as_ints, check_size, needs_grad
 from .engine import Engine, Reduce
 from .generators import RankGenerators
 from .layout import Interval, intervals_of, owners_of
@@ -58,7 +58,6 @@ from .requests import (
     describe_rows,
     into,
     narrow,
-    needs_grad,
 )
 from .transports import Wire
 from .transports import costs as cost_tables
@@ -134,6 +133,11 @@ class ShardGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
         return self  # copies of a module that holds a group share it: processes and connections are not copied
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a ShardGroup cannot be pickled: its processes and connections are this job's; construct it anew"
+        )
 
     def __repr__(self) -> str:
         return (

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels, native, operators
-from .checks import describe, is_strided
+from .checks import describe, is_strided, needs_grad
 from .numerics import resolve_out_dtype
 from .ops import masked_sum, ragged_sum
 
@@ -58,7 +58,7 @@ class MaskedSum(nn.Module):
             raise ValueError(f"x: on {x.device}, but the mask is on {self.shard_mask.device}")
         if self.intervals is not None:
             return self._sum_intervals(x, self.intervals)
-        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
+        if torch.compiler.is_compiling() or needs_grad([x]):
             return masked_sum(x, self.shard_mask)
         native.load()
         out = x.new_empty(x.shape[1:], dtype=resolve_out_dtype(x.dtype, None))

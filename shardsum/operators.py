@@ -73,9 +73,17 @@ def select(valid: Tensor, rows: Tensor) -> Tensor:
 
 
 def _ragged_sum(
-    shards: list[Tensor], starts: Sequence[int], size: int, op: str, scale: float | None, dtype: torch.dtype
+    shards: list[Tensor],
+    starts: Sequence[int],
+    size: int,
+    lengths: Sequence[int] | None,
+    op: str,
+    scale: float | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     native.load()
+    if lengths is not None:
+        check_host_lengths(lengths, starts, [s.shape[0] for s in shards], size)
     out = shards[0].new_empty((size, *shards[0].shape[1:]), dtype=dtype)
     rows = [readable(s.contiguous()) for s in shards]
     kernels.sum_rows(out, rows, starts, op == "mean", scale, False)
@@ -83,7 +91,13 @@ def _ragged_sum(
 
 
 def _ragged_sum_fake(
-    shards: list[Tensor], starts: Sequence[int], size: int, op: str, scale: float | None, dtype: torch.dtype
+    shards: list[Tensor],
+    starts: Sequence[int],
+    size: int,
+    lengths: Sequence[int] | None,
+    op: str,
+    scale: float | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     return shards[0].new_empty((size, *shards[0].shape[1:]), dtype=dtype)
 
@@ -114,8 +128,11 @@ def _ragged_sum_adjoint_fake(
     return [grad.new_empty((n, *grad.shape[1:]), dtype=dtype) for n in lengths]
 
 
+# ``lengths`` is what compiled code has cut its shards to, with values that are only known, and checked, when it runs.
 ragged_sum = define(
-    "ragged_sum(Tensor[] shards, SymInt[] starts, SymInt size, " + _TAIL + "Tensor", _ragged_sum, _ragged_sum_fake
+    "ragged_sum(Tensor[] shards, SymInt[] starts, SymInt size, SymInt[]? lengths, " + _TAIL + "Tensor",
+    _ragged_sum,
+    _ragged_sum_fake,
 )
 ragged_sum_adjoint = define(
     "ragged_sum_adjoint(Tensor grad, SymInt[] starts, SymInt[] lengths, " + _TAIL + "Tensor[]",
@@ -294,7 +311,7 @@ def _link(name: str, partner: Callable[..., Any], arguments: Callable[[Any, list
 
 
 _link("ragged_sum", ragged_sum_adjoint, lambda shards, m: [m[0], [s.shape[0] for s in shards]])
-_link("ragged_sum_adjoint", ragged_sum, lambda grad, m: [m[0], grad.shape[0]])
+_link("ragged_sum_adjoint", ragged_sum, lambda grad, m: [m[0], grad.shape[0], None])
 _link("padded_sum", padded_sum_adjoint, lambda x, m: [*m[:2], x.shape[1]])
 _link("padded_sum_adjoint", padded_sum, lambda grad, m: [*m[:2], grad.shape[0]])
 _link("padded_sum_device", padded_sum_device_adjoint, lambda x, m: [*m[:2], x.shape[1]])

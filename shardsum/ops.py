@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from . import kernels, native, operators
@@ -27,9 +28,10 @@ from .checks import (
     check_size,
     describe,
     is_strided,
+    needs_grad,
     overlap,
 )
-from .numerics import check_op, resolve_out_dtype
+from .numerics import accumulator_dtype, check_op, resolve_out_dtype
 
 _USUAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _INTS = {int}
@@ -75,6 +77,8 @@ def ragged_sum(
         >>> ragged_sum(x, [1, 3])
         tensor([30, 21, 22])
     """
+    if accumulate and out is None:
+        raise ValueError("accumulate: needs out, the tensor to add to")
     if isinstance(shards, Tensor):
         if starts is None and not accumulate:
             result = _unchecked(shards, lengths, size, op, scale, out_dtype, out)
@@ -117,7 +121,7 @@ def masked_sum(
     if x.shape[0] == 0:
         raise ValueError("x: no virtual ranks (dim 0 is empty)")
     scale, out_dtype = _check_numerics(op, scale, x.dtype, out_dtype, out)
-    if torch.compiler.is_compiling() or _needs_grad(x):
+    if torch.compiler.is_compiling() or needs_grad([x]):
         _refuse_out_with_grad(out)
         return _copy_out(operators.masked_sum(x, mask, op, scale, out_dtype), out)
     native.load()
@@ -144,6 +148,8 @@ def _unchecked(
     """
     if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or type(lengths) is not list:
         return None
+    if forward_ad._current_level >= 0:
+        return None
     if x.dtype not in _USUAL or (op != "sum" and op != "mean") or (x.requires_grad and torch.is_grad_enabled()):
         return None
     if {*map(type, lengths)} != _INTS or (scale is not None and type(scale) is not float):
@@ -167,10 +173,6 @@ def _unchecked(
     return _deliver(result, out)
 
 
-def _needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-
-
 def _check_numerics(
     op: str, scale: float | None, dtype: torch.dtype, out_dtype: torch.dtype | None, out: Tensor | None
 ) -> tuple[float | None, torch.dtype]:
@@ -187,8 +189,11 @@ def _refuse_out_with_grad(out: Tensor | None) -> None:
         raise ValueError("out: not possible with shards that require grad; use the returned tensor")
 
 
-def _copy_out(value: Tensor, out: Tensor | None) -> Tensor:
-    return value if out is None else out.copy_(value)
+def _copy_out(value: Tensor, out: Tensor | None, accumulate: bool = False) -> Tensor:
+    """``value`` written or added to ``out``; to add, it is in the accumulator's dtype."""
+    if out is None:
+        return value
+    return out.copy_(out.to(value.dtype) + value if accumulate else value)
 
 
 # The two forms of shards
@@ -209,7 +214,7 @@ def _padded(
         raise ValueError(f"shards: expected a padded Tensor (R, S_MAX, *F) with R >= 1, got {describe(x)}")
     num_ranks, capacity = x.shape[0], x.shape[1]
     compiling = torch.compiler.is_compiling()
-    needs_grad = _needs_grad(x)
+    grads = needs_grad([x])
     scale, out_dtype = _check_numerics(op, scale, x.dtype, out_dtype, out)
     if lengths is None:
         lengths = [capacity] * num_ranks
@@ -222,22 +227,25 @@ def _padded(
                 raise ValueError("size: required when starts is a device tensor (it is never read on the host)")
             size = capacity
         size = size if compiling else check_size(size)
-        if compiling or needs_grad:
+        if compiling or grads:
             _refuse_out_with_grad(out)
-            return _copy_out(operators.padded_sum_device(x, starts, lengths, size, op, scale, out_dtype), out)
+            dtype = accumulator_dtype(x.dtype) if accumulate else out_dtype
+            return _copy_out(operators.padded_sum_device(x, starts, lengths, size, op, scale, dtype), out, accumulate)
         native.load()
-        x, result = operators.row_contiguous(x), _result(x, size, x.shape[2:], out_dtype, out, (x,), accumulate)
+        x, result = operators.row_contiguous(x), _result(x, size, x.shape[2:], out_dtype, out, (x,))
         kernels.sum_padded_device(result, operators.readable(x), starts, lengths, op == "mean", scale, accumulate)
         return _deliver(result, out)
     if compiling:
-        size = size if size is not None else capacity
-        return _copy_out(operators.padded_sum(x, starts or [], lengths, size, op, scale, out_dtype), out)
+        if size is None:
+            size = capacity if starts is None else max(s + n for s, n in zip(starts, lengths))
+        dtype = accumulator_dtype(x.dtype) if accumulate else out_dtype
+        return _copy_out(operators.padded_sum(x, starts or [], lengths, size, op, scale, dtype), out, accumulate)
     lengths, begins, size = check_host_lengths(lengths, starts, [capacity] * num_ranks, size)
-    if needs_grad:
+    if grads:
         _refuse_out_with_grad(out)
         return operators.padded_sum(x, begins, lengths, size, op, scale, out_dtype)
     native.load()
-    x, result = operators.row_contiguous(x), _result(x, size, x.shape[2:], out_dtype, out, (x,), accumulate)
+    x, result = operators.row_contiguous(x), _result(x, size, x.shape[2:], out_dtype, out, (x,))
     kernels.sum_padded(
         result, operators.readable(x), [] if starts is None else begins, lengths, op == "mean", scale, accumulate
     )
@@ -271,11 +279,13 @@ def _listed(
     else:
         lengths, begins, size = check_host_lengths(capacities if lengths is None else lengths, starts, capacities, size)
     rows = [s if n == s.shape[0] else s[:n] for s, n in zip(shards, lengths)]
-    if compiling or _needs_grad(*rows):
+    if compiling or needs_grad(rows):
         _refuse_out_with_grad(out)
-        return _copy_out(operators.ragged_sum(rows, begins, size, op, scale, out_dtype), out)
+        dtype = accumulator_dtype(first.dtype) if accumulate else out_dtype
+        told = lengths if compiling else None  # else checked above
+        return _copy_out(operators.ragged_sum(rows, begins, size, told, op, scale, dtype), out, accumulate)
     native.load()
-    result = _result(first, size, first.shape[1:], out_dtype, out, shards, accumulate)
+    result = _result(first, size, first.shape[1:], out_dtype, out, shards)
     kernels.sum_rows(
         result, [operators.readable(r.contiguous()) for r in rows], begins, op == "mean", scale, accumulate
     )
@@ -322,12 +332,9 @@ def _result(
     out_dtype: torch.dtype,
     out: Tensor | None,
     shards: Sequence[Tensor],
-    accumulate: bool = False,
 ) -> Tensor:
     """The contiguous tensor that the kernel writes: a new one, ``out`` itself, or a stand-in for a strided ``out``."""
     if out is None:
-        if accumulate:
-            raise ValueError("accumulate: needs out, the tensor to add to")
         return x.new_empty((size, *trailing), dtype=out_dtype)
     if out.shape != (size, *trailing):
         raise ValueError(f"out: shape {tuple(out.shape)}, but the result has {(size, *trailing)}")
@@ -335,7 +342,7 @@ def _result(
         raise ValueError(f"out: {out.dtype} on {out.device}, but the result is {out_dtype} on {x.device}")
     if any(stride == 0 and n > 1 for n, stride in zip(out.shape, out.stride())):
         raise ValueError(f"out: is expanded (strides {out.stride()}); several elements share one place in memory")
-    if _needs_grad(out):
+    if needs_grad([out]):
         raise ValueError("out: requires grad; the result is written in place without autograd")
     for r, shard in enumerate(shards):
         if overlap(out, shard):

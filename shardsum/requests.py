@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .checks import as_ints, check_index_tensor, check_shards, check_size, describe, is_strided, overlap
+from .checks import as_ints, check_index_tensor, check_shards, check_size, describe, is_strided, needs_grad, overlap
 from .engine import Reduce
 from .layout import Interval, split_evenly
 from .numerics import check_op, resolve_out_dtype
@@ -75,10 +75,6 @@ def describe_reduce(reduce: Reduce) -> dict[str, Any]:
     """The part of a signature that says what is computed. A scale as text: NaN equals NaN, 0.0 differs from -0.0."""
     scale = None if reduce.scale is None else repr(reduce.scale)
     return {"op": reduce.op, "scale": scale, "out_dtype": str(reduce.dtype)}
-
-
-def needs_grad(shards: Sequence[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(s.requires_grad for s in shards)
 
 
 def check_reduce(op: str, scale: float | None, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Reduce:

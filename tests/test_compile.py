@@ -95,3 +95,30 @@ def test_counted_lengths_are_refused_while_compiling() -> None:
             torch.compile(counted_lengths, fullgraph=True, backend="eager")(group, [torch.ones(2)])
 
     run_processes(refuse, 2)
+
+
+@pytest.mark.parametrize("lengths, size, message", [
+    ([9, 1, 1, 1], 9, "lengths: virtual rank 0 has 9, but its shard holds 6"),
+    ([6, 1, 1, 1], 3, "lengths: virtual rank 0 has 6, beyond size 3"),
+])  # fmt: skip
+def test_compiled_all_reduce_is_checked_when_it_runs(lengths: list, size: int, message: str) -> None:
+    group = ShardGroup(4)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def total(*shards: torch.Tensor) -> torch.Tensor:
+        return group.all_reduce(list(shards), lengths, size=size)
+
+    with pytest.raises(ValueError, match=message):
+        total(*torch.ones(4, 6))
+
+
+def test_compiled_all_reduce_writes_out() -> None:
+    group, x = ShardGroup(4), torch.arange(24.0).view(4, 6)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def total(out: torch.Tensor, *shards: torch.Tensor) -> torch.Tensor:
+        return group.all_reduce(list(shards), [6, 2, 0, 1], out=out)
+
+    out = torch.empty(6)
+    total(out, *x)
+    assert_same(out, group.all_reduce(list(x), [6, 2, 0, 1]))

@@ -5,6 +5,7 @@ Layer 1: R virtual ranks in one process. Layer 2: gloo processes, forked; each c
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import pytest
@@ -266,6 +267,8 @@ def movement(rank: int, world_size: int, transport: str) -> None:
         parts = [torch.tensor([1, 0, 1][: r + 1]).to(dtype) for r in range(3)] + [torch.empty(0, dtype=dtype)]
         out = group.all_gather([parts[v] for v in group.virtual_ranks])
         assert out.dtype == dtype and out.to(torch.complex64).tolist() == [1, 1, 0, 1, 0, 1]
+    lazy = [torch.tensor([v + 1j]).conj() for v in range(4)]  # a sign that torch has not written yet
+    assert group.all_gather([lazy[v] for v in group.virtual_ranks]).tolist() == [-1j, 1 - 1j, 2 - 1j, 3 - 1j]
 
 
 @pytest.mark.parametrize("transport", ["gather", "all_to_all"])
@@ -366,3 +369,16 @@ def test_a_launcher_without_process_group_is_an_error(monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(RuntimeError, match="init_process_group"):
         ShardGroup(4)
+
+
+def test_a_group_says_why_it_cannot_be_pickled() -> None:
+    with pytest.raises(TypeError, match="a ShardGroup cannot be pickled"):
+        pickle.dumps(ShardGroup(4))
+
+
+def test_autograd_notices_that_all_reduce_overwrote_out() -> None:
+    out, weight = torch.ones(6), torch.ones(6, requires_grad=True)
+    loss = (out * weight).sum()  # saves out
+    ShardGroup(4).all_reduce(list(b0()), B0_LENGTHS, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -285,6 +285,18 @@ def test_autograd_notices_that_out_was_overwritten(call) -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("call", [
+    lambda x: shardsum.ragged_sum(x, B0_LENGTHS),
+    lambda x: shardsum.ragged_sum(list(x)),
+    lambda x: shardsum.masked_sum(x, torch.ones(4, 6, dtype=torch.bool)),
+    lambda x: shardsum.MaskedSum(torch.arange(24).view(4, 6) % 2 > 0)(x),
+    lambda x: shardsum.ShardGroup(4).all_reduce(list(x)),
+])  # fmt: skip
+def test_a_forward_mode_tangent_is_never_lost(call) -> None:
+    with pytest.raises(ValueError, match="forward-mode derivatives are not implemented"):
+        torch.func.jvp(call, (b0(),), (torch.ones(4, 6),))
+
+
 # torch.library and torch.compile
 
 
@@ -295,7 +307,7 @@ def opcheck_samples() -> list[tuple]:
     tail = ("mean", 0.5, torch.float32)
     lengths = torch.tensor(B0_LENGTHS)
     return [
-        (operators.ragged_sum, (rows, [0] * 4, 6, *tail)),
+        (operators.ragged_sum, (rows, [0] * 4, 6, B0_LENGTHS, *tail)),
         (operators.ragged_sum_adjoint, (grad, [0] * 4, B0_LENGTHS, *tail)),
         (operators.padded_sum, (x, [], B0_LENGTHS, 6, *tail)),
         (operators.padded_sum_adjoint, (grad, [], B0_LENGTHS, 6, *tail)),
@@ -351,3 +363,36 @@ def test_compile_follows_lengths_with_two_graphs() -> None:
         lengths = torch.tensor([(i * (r + 3)) % 7 for r in range(4)])
         assert_same(by_tensor(x, lengths), shardsum.ragged_sum(x * 2, lengths) + 1)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_compiled_accumulate_and_default_size(dtype: torch.dtype) -> None:
+    x = random_values((5, 6, 3), torch.float32, 8).nan_to_num(1.0, 2.0, 3.0).to(dtype)
+    lengths, starts = [6, 2, 5, 0, 3], [0, 3, 1, 2, 6]
+    rows = [x[r, :n] for r, n in enumerate(lengths)]
+    previous = random_values((9, 3), dtype, 9)
+    expected = reference.ragged_sum(rows, starts, 9, out_dtype=dtype, previous=previous)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def add(out: torch.Tensor, *shards: torch.Tensor) -> torch.Tensor:
+        if len(shards) == 1:
+            return shardsum.ragged_sum(shards[0], lengths, starts=starts, out=out, accumulate=True)
+        return shardsum.ragged_sum(shards, lengths, starts=starts, out=out, accumulate=True)
+
+    assert_same(add(previous.clone(), x), expected)
+    assert_same(add(previous.clone(), *x), expected)
+
+
+@pytest.mark.parametrize("lengths, starts, size, message", [
+    ([9, 1, 1, 1], None, 9, "lengths: virtual rank 0 has 9, but its shard holds 6"),
+    ([2, -2, 1, 1], None, 9, "lengths: virtual rank 1 has -2"),
+    ([2, 2, 1, 6], None, 5, "lengths: virtual rank 3 ends at 6, beyond size 5"),
+    ([2, 2, 1, 1], [0, 0, -1, 0], 6, "starts: virtual rank 2 starts at -1"),
+])  # fmt: skip
+def test_compiled_lists_are_checked_when_they_run(lengths: list, starts: list | None, size: int, message: str) -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def total(*shards: torch.Tensor) -> torch.Tensor:
+        return shardsum.ragged_sum(shards, lengths, starts=starts, size=size)
+
+    with pytest.raises(ValueError, match=message):
+        total(*b0())
