@@ -108,7 +108,8 @@ class Bench:
         outs = outs if isinstance(outs, list) else [outs]
         wrong = sum(self.wrong(a, b) for a, b in zip(outs, expected))
         stats = group.stats()
-        assert stats.sent == stats.route.egress[self.rank] and stats.received == stats.route.ingress[self.rank]
+        if stats.route.transport != "peer":  # whose kernel reads, and hands no bytes to a backend
+            assert (stats.sent, stats.received) == (stats.route.egress[self.rank], stats.route.ingress[self.rank])
         label = variant if variant != "auto" else f"auto ({stats.route.transport})"
         self.add(name, profile, f"shardsum {label}", (stats.total, stats.route.busiest), call, wrong)
 
