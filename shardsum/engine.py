@@ -219,7 +219,7 @@ class Engine:
             return candidates[self.transport]
         costs = self.costs.get(device_type) or self.costs["cuda"]
         times = {name: self._microseconds(costs, plan, route, width, dtype) for name, route in candidates.items()}
-        best = min(times, key=lambda name: times[name])
+        best = min(times, key=lambda name: (times[name], sum(candidates[name].egress)))
         reason = ", ".join(f"{name} {t:.0f} us" for name, t in times.items())
         chosen = candidates[best]
         return Route(

@@ -2,6 +2,8 @@
 
     time = collectives x latency + bytes on the busiest process's wire / bandwidth + bytes read by the sum / memory
 
+Where two transports take the same time, the one that moves fewer bytes in all wins.
+
 The table below is the only place with such numbers. ``shardsum bench --calibrate FILE`` measures them and writes a JSON
 file; pass it as ``ShardGroup(costs=...)`` or name it in ``SHARDSUM_COSTS``, on every process the same.
 """
@@ -29,7 +31,7 @@ class Costs:
 
 
 #: cpu: gloo over loopback, four processes on two cores. cuda: NCCL 2.28, two H200 (NV18).
-DEFAULT: Mapping[str, Costs] = {"cpu": Costs(1500.0, 1.0, 8.0), "cuda": Costs(9.0, 230.0, 4000.0)}
+DEFAULT: Mapping[str, Costs] = {"cpu": Costs(1200.0, 0.6, 10.0), "cuda": Costs(9.0, 230.0, 4000.0)}
 
 
 def load(source: str | os.PathLike[str] | Mapping[str, Costs] | None) -> Mapping[str, Costs]:
