@@ -1,0 +1,287 @@
+"""What context_parallel.py measures: a case (documents, chunks, inputs, exact gradients) and the ways to run it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardsum import ShardGroup, bits, context_parallel_attention, reference
+from shardsum.attention import attend_chunk
+from shardsum.documents import ChunkPlan, plan_chunks
+from shardsum.layout import ExchangePlan, intersect, length, owners_of
+
+BF16 = torch.bfloat16
+SEED = 14  # of the documents: of the draws that share_of_padded compares, one close to the mean in every case
+
+
+def packed_borders(size: int, mean: int, seed: int = SEED) -> list[int]:
+    """Documents of exponentially distributed lengths, the last one cut; one document when ``mean`` is ``size``."""
+    draw, borders = random.Random(seed), [0]
+    while borders[-1] < size and mean < size:
+        borders.append(min(size, borders[-1] + max(1, round(draw.expovariate(1 / mean)))))
+    return borders if mean < size else [0, size]
+
+
+def share_of_padded(size: int, mean: int, world_size: int, placement: str, seeds: range) -> list[float]:
+    """For each draw of the documents, the rows that the adjoint sends over those of a ring; pure arithmetic."""
+    ranks, shares = world_size * (2 if placement == "zigzag" else 1), []
+    owners = owners_of(ranks, world_size, placement)
+    for seed in seeds:
+        plans = plan_chunks([size // ranks] * ranks, packed_borders(size, mean, seed))
+        keys, chunks = tuple(p.keys for p in plans), tuple(p.chunk for p in plans)
+        plan = ExchangePlan(keys, owners, chunks, owners, world_size)
+        shares.append(sum(map(plan.egress, range(world_size))) / (size * (world_size - 1)))
+    return shares
+
+
+class Case:
+    """Documents and a placement, with this process's q, k, v and cotangents in bf16, seeded by virtual rank.
+
+    Gradients of keys and values go together, ``(rows, heads, 2 head_dim)``, as keys and values do.
+    """
+
+    def __init__(self, device: torch.device, borders: list[int], heads: int, head_dim: int, placement: str) -> None:
+        self.borders, self.size, self.placement = borders, borders[-1], placement
+        self.shape, self.device = (heads, head_dim), device
+        ranks = dist.get_world_size() * (2 if placement == "zigzag" else 1)
+        self.group = ShardGroup(ranks, placement=placement)
+        self.hosted, self.chunk = self.group.virtual_ranks, self.size // ranks
+        self.plans = plan_chunks([self.chunk] * ranks, borders)
+        inputs = [self.random_inputs(r) for r in range(ranks)]
+        self.kv = torch.cat([torch.cat([k, v], -1) for _, k, v, _ in inputs])
+        self.qs, self.ks, self.vs = ([inputs[v][i].requires_grad_() for v in self.hosted] for i in range(3))
+        self.gs = [inputs[v][3] for v in self.hosted]
+        # Places of the chunks in a padded buffer of which a reduce_scatter gives every process its own, in their order.
+        order = sorted(range(ranks), key=lambda r: (self.group.owners[r], r))
+        self.places = [order.index(r) for r in range(ranks)]
+
+    def random_inputs(self, rank: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        shape = (self.chunk, *self.shape)
+        return [torch.randn(shape, generator=generator).to(BF16).to(self.device) for _ in range(4)]
+
+    def own(self, whole: Tensor) -> list[Tensor]:
+        """The hosted chunks of a tensor of S rows."""
+        return [whole[slice(*self.plans[v].chunk)] for v in self.hosted]
+
+    def attend(self, kvs: Sequence[Tensor]) -> list[Tensor]:
+        """Each hosted chunk against the keys and values it needs."""
+        head_dim = self.shape[1]
+        return [attend_chunk(q, kv, self.plans[v], head_dim, None, True) for v, q, kv in zip(self.hosted, self.qs, kvs)]
+
+    def gradients(self, outs: Sequence[Tensor]) -> list[Tensor]:
+        """Of the hosted chunks' keys and values; those of the queries are computed, too."""
+        n = len(self.hosted)
+        grads = torch.autograd.grad(outs, [*self.qs, *self.ks, *self.vs], self.gs)
+        return [torch.cat(pair, -1) for pair in zip(grads[n : 2 * n], grads[2 * n :])]
+
+    def partials(self) -> list[Tensor]:
+        """The gradients of what each hosted chunk needs, as its attention gives them: the input of the reduction."""
+        kvs = [self.kv[slice(*self.plans[v].keys)].clone().requires_grad_() for v in self.hosted]
+        return list(torch.autograd.grad(self.attend(kvs), kvs, self.gs))
+
+    # What is right
+
+    def exact_gradients(self) -> list[Tensor]:
+        """By attention in float64, each process its own queries."""
+        total = torch.zeros(self.kv.shape, dtype=torch.float64, device=self.device)
+        for v, q, g in zip(self.hosted, self.qs, self.gs):
+            for rows, keys in query_blocks(self.plans[v], 256):
+                kv = self.kv[slice(*keys)].double().requires_grad_()
+                out = plain_attention(q[rows].detach().double(), *kv.chunk(2, -1))
+                total[slice(*keys)] += torch.autograd.grad(out, kv, g[rows].double())[0]
+        dist.all_reduce(total)
+        return self.own(total)
+
+    def exact_sum(self, partials: Sequence[Tensor]) -> list[Tensor]:
+        """The partial gradients added in float64."""
+        total = torch.zeros(self.kv.shape, dtype=torch.float64, device=self.device)
+        for v, part in zip(self.hosted, partials):
+            total[slice(*self.plans[v].keys)] += part.double()
+        dist.all_reduce(total)
+        return self.own(total)
+
+    def reference_sum(self, partials: Sequence[Tensor]) -> list[Tensor]:
+        """The partial gradients added by the definition."""
+        everyone = []
+        for r, plan in enumerate(self.plans):
+            own = r in self.hosted
+            row = partials[self.hosted.index(r)] if own else self.kv.new_empty(length(plan.keys), *self.kv.shape[1:])
+            dist.broadcast(row, self.group.owners[r])
+            everyone.append(row)
+        wanted = [self.plans[v].chunk for v in self.hosted]
+        return reference.exchange(everyone, [p.keys for p in self.plans], wanted, out_dtype=BF16)
+
+
+def query_blocks(plan: ChunkPlan, most: int) -> Iterator[tuple[slice, tuple[int, int]]]:
+    """Rows of a chunk's queries and the global interval of the keys that the last of them sees, block by block."""
+    row, key = 0, plan.keys[0]
+    for queries, keys in plan.segments:
+        for begin in range(0, queries, most):
+            end = min(begin + most, queries)
+            yield slice(row + begin, row + end), (key, key + keys - queries + end)
+        row, key = row + queries, key + keys
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention by its definition; the last query sees the last key."""
+    scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(scores.shape[2] - scores.shape[1])
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+class Shardsum:
+    """The adjoint of the exchange that brings K and V."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.keys, self.chunks = case, [p.keys for p in case.plans], [p.chunk for p in case.plans]
+
+    def reduce(self, partials: Sequence[Tensor]) -> list[Tensor]:
+        return self.case.group.exchange(list(partials), self.keys, self.chunks, size=self.case.size)
+
+    def step(self) -> list[Tensor]:
+        case = self.case
+        lengths = [case.chunk] * len(case.plans)
+        outs = context_parallel_attention(
+            case.qs, case.ks, case.vs, case.group, lengths=lengths, cu_seqlens=case.borders
+        )
+        return case.gradients(outs)
+
+    def verified(self, partials: Sequence[Tensor]) -> tuple[str, int, int]:
+        """Make sure of the bits of both (attention must repeat its own for that: deterministic algorithms).
+
+        Returns:
+            The name of the transport; bytes of all processes; bytes of the busiest one.
+        """
+        expected = self.case.reference_sum(partials)
+        for found in (self.reduce(partials), self.step()):
+            for a, b in zip(found, expected):
+                assert bits.equal(a, b), bits.first_difference(a, b)
+            stats = self.case.group.stats()  # after the step: of its last exchange, the adjoint
+            assert stats.sent == stats.route.egress[self.case.group.rank]
+        return stats.route.transport, stats.total, stats.route.busiest
+
+
+class Padded:
+    """Add the hosted partial gradients into a buffer of zeros with S rows, and reduce-scatter that.
+
+    ``by_hand``: an all_to_all of the same buffer, added in fp32 by who receives it.
+    """
+
+    def __init__(self, case: Case, dtype: torch.dtype, by_hand: bool = False) -> None:
+        self.case, self.dtype, self.by_hand = case, dtype, by_hand
+        self.world_size = dist.get_world_size()
+        #: Bytes that each process of a ring sends.
+        self.sent = case.kv.numel() * dtype.itemsize * (self.world_size - 1) // self.world_size
+
+    def reduce(self, partials: Sequence[Tensor]) -> list[Tensor]:
+        buffer = self._fill(partials)
+        if self.by_hand:
+            received = torch.empty_like(buffer)
+            dist.all_to_all_single(received, buffer)
+            own = received.unflatten(0, (self.world_size, -1)).sum(0, dtype=torch.float32)
+        else:
+            own = buffer.new_empty(buffer.shape[0] // self.world_size, *buffer.shape[1:])
+            dist.reduce_scatter_tensor(own, buffer)
+        return list(own.to(BF16).split(self.case.chunk))
+
+    def _fill(self, partials: Sequence[Tensor]) -> Tensor:
+        case = self.case
+        buffer = torch.zeros(case.kv.shape, dtype=self.dtype, device=case.device)
+        chunks = buffer.split(case.chunk)
+        for v, part in zip(case.hosted, partials):
+            first = case.plans[v].keys[0]
+            for r, plan in enumerate(case.plans):
+                begin, end = intersect(case.plans[v].keys, plan.chunk)
+                if begin < end:
+                    start = plan.chunk[0]
+                    chunks[case.places[r]][begin - start : end - start] += part[begin - first : end - first]
+        return buffer
+
+    def step(self) -> list[Tensor]:
+        case = self.case
+        kvs = [torch.cat(pair, -1) for pair in zip(case.ks, case.vs)]
+        return case.gradients(case.attend(_PaddedGather.apply(case, self.reduce, *kvs)))
+
+
+class _PaddedGather(torch.autograd.Function):
+    """K and V of all chunks by one all_gather, in sequence order; backward by ``reduce``."""
+
+    @staticmethod
+    def forward(ctx: Any, case: Case, reduce: Callable, *kvs: Tensor) -> tuple[Tensor, ...]:
+        ctx.reduce = reduce
+        gathered = torch.empty_like(case.kv)
+        dist.all_gather_into_tensor(gathered, kvs[0] if len(kvs) == 1 else torch.cat(kvs))
+        if case.places != sorted(case.places):
+            chunks = gathered.split(case.chunk)
+            gathered = torch.cat([chunks[place] for place in case.places])
+        return tuple(gathered[slice(*case.plans[v].keys)] for v in case.hosted)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.reduce(grads)
+
+
+class TorchContextParallel:
+    """One causal sequence by torch's ring attention on the same chunks; usable inside ``with`` only, where it replaces
+    scaled_dot_product_attention for everybody.
+
+    Raises:
+        NotImplementedError: at the first step, on a device whose attention it does not know.
+    """
+
+    def __init__(self, case: Case) -> None:
+        from torch.distributed.tensor.experimental import _attention, context_parallel
+
+        mesh = init_device_mesh(case.device.type, (dist.get_world_size(),))
+        # The only way to ask for contiguous chunks; its "load balance" is the zigzag of two chunks a process.
+        _attention._cp_options.enable_load_balance = case.placement == "zigzag"
+        q = torch.cat([case.random_inputs(r)[0] for r in range(len(case.plans))])
+        # Its buffers are whole, (1, heads, S, head_dim), and cut in place.
+        self.inputs = [x.transpose(0, 1)[None].contiguous() for x in (q, *case.kv.chunk(2, -1))]
+        self.grad = torch.cat(case.gs).transpose(0, 1)[None].contiguous()
+        options: dict[str, Any] = {"buffer_seq_dims": [2] * 3, "no_restore_buffers": set(self.inputs)}
+        self.context = context_parallel(mesh, buffers=self.inputs, **options)
+        self.on_gpu = case.device.type == "cuda"
+
+    def __enter__(self) -> TorchContextParallel:
+        self.context.__enter__()
+        for x in self.inputs:
+            x.requires_grad_()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.context.__exit__(*error)
+
+    def step(self) -> list[Tensor]:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self.on_gpu else nullcontext():  # the kernel of the others
+            out = torch.nn.functional.scaled_dot_product_attention(*self.inputs, is_causal=True)
+        grads = torch.autograd.grad(out, self.inputs, self.grad)[1:]
+        return [torch.cat([g[0].transpose(0, 1) for g in grads], -1)]
+
+    def sent(self) -> int:
+        """Bytes of gradients that this process sends in a step."""
+        with _CountSent() as counter:
+            self.step()
+        return counter.sent
+
+
+class _CountSent(TorchDispatchMode):
+    sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # let it become operators on plain tensors first
+        if "c10d_functional.all_to_all_single" in str(func):  # its ring of gradients; K and V go by all_gather
+            self.sent += args[0].numel() * args[0].element_size()
+        return func(*args, **(kwargs or {}))

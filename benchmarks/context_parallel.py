@@ -1,0 +1,243 @@
+"""Context-parallel attention and the reduction of its dK and dV: shardsum against what users run, in one run.
+
+    torchrun --nproc-per-node=4 benchmarks/context_parallel.py                      # gloo, CPU
+    torchrun --nproc-per-node=2 benchmarks/context_parallel.py --device cuda        # NCCL, a GPU a process
+
+One sequence of S positions: a single causal document, or packed documents of mean length S/4 and S/16. Chunks are
+contiguous (R = G) or zigzag (R = 2G). Ways to bring the partial dK and dV of every chunk to those who hold the keys:
+
+    shardsum            the adjoint of the exchange that brought K and V, in bf16, added in fp32
+    padded bf16, fp32   zeros of S positions, the chunks of a process added into them, dist.reduce_scatter_tensor
+    padded by hand      the same bf16 buffer by dist.all_to_all_single, then added in fp32
+    torch CP            torch.distributed.tensor.experimental.context_parallel: a ring of its own, where it runs
+
+All but the last run the same attention kernels on the same chunks; the padded ways gather K and V by one all_gather.
+Verified before timed: shardsum's reduction and step have the bits of the reference, the others are within rounding.
+
+Bytes: shardsum's are its plan's, checked against what was handed to the backend; the padded ways' are a ring's,
+(G-1)/G of the buffer a process; torch CP's are counted where it sends. Error: norm of the difference from float64 over
+its norm; of the reduction: the same partial gradients added in float64; of the step: attention in float64 on the same
+inputs. Peak: what torch allocates during the call, on the process that needs most (not the backend's own buffers).
+Times: medians [20 %, 80 %] of the slowest process, ways in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from context_cases import BF16, Case, Padded, Shardsum, TorchContextParallel, packed_borders, share_of_padded
+from torch import Tensor
+
+from shardsum.bench.rows import environment
+from shardsum.bench.timing import Processes, Timing, turns
+
+MOST_ERROR = 2e-2  # a few times what bf16 loses here
+
+
+@dataclass
+class Row:
+    """One way in one case. Bytes; None where the reduction cannot be told from the step."""
+
+    profile: str
+    placement: str
+    way: str
+    total: int
+    busiest: int
+    of_padded: float
+    reduction: Timing | None = None
+    reduction_peak: int | None = None
+    reduction_error: float | None = None
+    step: Timing | None = None
+    step_peak: int | None = None
+    step_error: float | None = None
+
+
+class Meter:
+    """Measures a call on all processes together."""
+
+    def __init__(self, device: torch.device, samples: int) -> None:
+        self.device, self.samples, self.on_gpu = device, samples, device.type == "cuda"
+        self.processes = Processes(dist.new_group(backend="gloo"))
+
+    def times(self, calls: dict[str, Callable[[], Any]]) -> dict[str, Timing]:
+        return turns({name: partial(self._seconds, call) for name, call in calls.items()}, self.samples)
+
+    def _seconds(self, call: Callable[[], Any]) -> float:
+        passes = 5 if self.on_gpu else 1  # in a row, as the layers of a model
+        self.processes.slowest(0)
+        self._sync()
+        begin = time.perf_counter()
+        for _ in range(passes):
+            call()
+        self._sync()
+        return self.processes.slowest((time.perf_counter() - begin) / passes)
+
+    def _sync(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def peak(self, call: Callable[[], Any]) -> int:
+        """Bytes that torch has allocated at most at a time during the call, beyond those before it."""
+        return int(self.processes.slowest(self._peak_gpu(call) if self.on_gpu else _peak_cpu(call)))
+
+    def _peak_gpu(self, call: Callable[[], Any]) -> int:
+        self._sync()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+
+    def error(self, found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+        """Norm of the difference over the norm, of all processes' parts together."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for a, b in zip(found, exact):
+            sums += torch.stack([(a.double() - b).square().sum(), b.square().sum()])
+        dist.all_reduce(sums)
+        error = (sums[0] / sums[1]).sqrt().item()
+        assert error < MOST_ERROR, f"a relative error of {error}"
+        return error
+
+
+def _peak_cpu(call: Callable[[], Any]) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
+        call()
+    events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def measure(meter: Meter, case: Case, profile: str) -> tuple[list[Row], str]:
+    """All ways in one case, and why one of them is missing."""
+    ours = Shardsum(case)
+    torch.use_deterministic_algorithms(True)
+    partials = case.partials()
+    transport, total, busiest = ours.verified(partials)
+    torch.use_deterministic_algorithms(False)
+    exact, exact_sum = case.exact_gradients(), case.exact_sum(partials)
+    ways: dict[str, Any] = {f"shardsum ({transport})": ours}
+    ways |= {"padded bf16": Padded(case, BF16), "padded fp32": Padded(case, torch.float32)}
+    ways["padded by hand"] = Padded(case, BF16, by_hand=True)
+    base, rows = ways["padded bf16"].sent * dist.get_world_size(), []
+    for name, way in ways.items():
+        sent = (total, busiest) if way is ours else (way.sent * dist.get_world_size(), way.sent)
+        row = Row(profile, case.placement, name, *sent, sent[0] / base)
+        reduce = partial(way.reduce, partials)
+        row.reduction_error, row.step_error = meter.error(reduce(), exact_sum), meter.error(way.step(), exact)
+        row.reduction_peak, row.step_peak = meter.peak(reduce), meter.peak(way.step)
+        rows.append(row)
+    reductions = meter.times({name: partial(way.reduce, partials) for name, way in ways.items()})
+    steps = meter.times({name: way.step for name, way in ways.items()})
+    for row in rows:
+        row.reduction, row.step = reductions[row.way], steps[row.way]
+    if len(case.borders) > 2:
+        return rows, "torch CP: no documents in its scaled_dot_product_attention"
+    try:
+        return [*rows, measure_torch(meter, case, profile, exact, base)], ""
+    except (NotImplementedError, RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
+        return rows, f"torch CP does not run here: {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def measure_torch(meter: Meter, case: Case, profile: str, exact: list[Tensor], base: int) -> Row:
+    """By itself, right behind the others: its context changes attention for everybody."""
+    with TorchContextParallel(case) as ring:
+        error = meter.error(ring.step(), [torch.cat(exact)])
+        sent = ring.sent()
+        total = sent * dist.get_world_size()
+        row = Row(profile, case.placement, "torch CP", total, sent, total / base, step_error=error)
+        row.step_peak, row.step = meter.peak(ring.step), meter.times({"": ring.step})[""]
+    return row
+
+
+COLUMNS = ["placement", "way", "total MB", "of padded bf16", "busiest MB", "reduction ms", "peak MB", "error"]
+COLUMNS += ["step ms", "peak MB", "error"]
+HEADER = f"\n| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
+
+
+def line(row: Row) -> str:
+    def mb(n: int | None) -> str:
+        return "-" if n is None else f"{n / 1e6:.2f}"
+
+    def ms(t: Timing | None) -> str:
+        return "-" if t is None else f"{t.median * 1e3:.3g} [{t.p20 * 1e3:.3g}, {t.p80 * 1e3:.3g}]"
+
+    def error(x: float | None) -> str:
+        return "-" if x is None else f"{x:.1e}"
+
+    cells = [row.placement, row.way, mb(row.total), f"{row.of_padded:.2f}", mb(row.busiest), ms(row.reduction)]
+    cells += [mb(row.reduction_peak), error(row.reduction_error), ms(row.step), mb(row.step_peak)]
+    return f"| {' | '.join([*cells, error(row.step_error)])} |"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--size", type=int, help="S, a multiple of 2 G (default 4096 on the CPU, 32768 on GPUs)")
+    parser.add_argument("--heads", type=int, help="of queries, keys and values (default 4 on the CPU, 8 on GPUs)")
+    parser.add_argument("--head-dim", type=int, help="default 64 on the CPU, 128 on GPUs")
+    parser.add_argument("--samples", type=int, default=11)
+    parser.add_argument("--json", type=Path, help="where process 0 writes the rows")
+    args = parser.parse_args()
+    for name, (cpu, cuda) in {"size": (4096, 32768), "heads": (4, 8), "head_dim": (64, 128)}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, cuda if args.device == "cuda" else cpu)
+    if args.size % (2 * int(os.environ["WORLD_SIZE"])):
+        parser.error(f"--size: {args.size} is not a multiple of twice the number of processes")
+    return args
+
+
+def run(args: argparse.Namespace, device: torch.device) -> None:
+    count, first = dist.get_world_size(), dist.get_rank() == 0
+    say = partial(print, flush=True) if first else lambda *_: None
+    facts = environment(["torchrun", f"--nproc-per-node={count}", *sys.argv]) | {"backend": dist.get_backend()}
+    say("; ".join(f"{n} {facts[n]}" for n in ("gpu", "cpu", "cores", "torch", "nccl", "date", "command") if n in facts))
+    say(f"G = {count}, S = {args.size}, {args.heads} heads of {args.head_dim}, bf16")
+    meter, rows = Meter(device, args.samples), []
+    for profile, part in (("one causal sequence", 1), ("documents of mean S/4", 4), ("documents of mean S/16", 16)):
+        borders = packed_borders(args.size, args.size // part)
+        say(f"\n{profile}: lengths {[b - a for a, b in pairwise(borders)]}\n{HEADER}")
+        notes: list[str] = []
+        for placement in ("contiguous", "zigzag"):
+            if part > 1:
+                shares = share_of_padded(args.size, args.size // part, count, placement, range(1000))
+                low, mid, high = quantiles(shares, n=20)[0], fmean(shares), quantiles(shares, n=20)[-1]
+                notes.append(f"{placement}: {mid:.2f} of padded bf16 over 1000 draws (5 % {low:.2f}, 95 % {high:.2f})")
+            found, note = measure(meter, Case(device, borders, args.heads, args.head_dim, placement), profile)
+            rows += found
+            say("\n".join(map(line, found)))
+        say("\n" + "\n".join([*notes, note]))
+    if first and args.json:
+        args.json.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+def main() -> None:
+    args = arguments()
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    run(args, device)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
