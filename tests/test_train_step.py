@@ -43,7 +43,7 @@ def test_cutting_the_sequence_changes_rounding_only() -> None:
 
 @pytest.mark.slow
 def test_runs_under_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", str(SCRIPT), "2", "20"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(SCRIPT), "2", "20"]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
