@@ -238,7 +238,7 @@ class Bench:
                 wrong = self.close(result, exact.view(-1))
                 buffer.zero_()
                 self.add(size, profile, label, run, moved, wrong, host)
-            except RuntimeError as error:
+            except (RuntimeError, TypeError) as error:
                 if self.rank == 0:
                     print(f"{label} does not run: {str(error).splitlines()[0]}", flush=True)
 
