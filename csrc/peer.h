@@ -33,8 +33,8 @@ struct StageFlag {
   uint64_t unused;
 };
 
-struct PeerControl {  // device memory of one process, zeroed at set-up
-  uint32_t epoch;     // of the last launch
+struct alignas(8) PeerControl {  // device memory of one process, zeroed at set-up
+  uint32_t epoch;                // of the last launch
   uint32_t failed;
   uint32_t ticket;
   uint32_t unused;
@@ -55,6 +55,16 @@ struct PeerSource {
   uint32_t buffer, offset;        // as in RowFlag
 };
 
+// A source in one chunk. An "origin" is the address at which flat element 0 would be.
+struct HeldRow {
+  const char* origin;                  // of the caller's tensor
+  int64_t staged_origin;               // offset from the staging area of a parity
+  int64_t copied_begin, copied_end;    // elements that go to staging: what others need, or all where `direct` is false
+  uint32_t start, length;              // positions
+  uint32_t buffer, offset;             // as in RowFlag
+  bool direct;                         // this process reads the row where it lies
+};
+
 struct PeerOutput {
   void* data;
   uint32_t begin, end;  // positions
@@ -65,8 +75,9 @@ struct PeerCall {
   int32_t flag_ranks;  // rows of flags a block has: num_ranks of the group's largest call
   int32_t num_sources, num_outputs;
   DType in_dtype, out_dtype;
-  bool move;      // copy bytes (both dtypes kUInt8; rows do not overlap) instead of summing
-  bool two_shot;  // needs one output [0, size) on every process
+  int32_t in_bytes, out_bytes;  // of an element
+  bool move;                    // copy bytes (both dtypes kUInt8; rows do not overlap) instead of summing
+  bool two_shot;                // needs one output [0, size) on every process
   bool mean, has_scale;
   double scale;
 
@@ -81,8 +92,6 @@ struct PeerCall {
   int32_t tiles_per_piece;
   int32_t num_blocks, max_blocks;
   int32_t num_threads, producer_warps;  // at most 256; producers copy the later pieces while the others read
-  int32_t in_bytes, out_bytes;          // of an element
-  bool stages;                          // some source of this process is not in a symmetric buffer
 
   char* base[kPeerMaxRanks];  // the symmetric block of every process, as mapped here
   int64_t stages_at, abort_at, staging_at, reduced_at;
@@ -98,13 +107,21 @@ struct PeerCall {
   const void* device_lengths;  // (num_sources,), or null; values are clamped
   const void* device_starts;   // null: 0
   bool index64;
+  bool stages;  // some source of this process is not in a symmetric buffer
 
   PeerSource sources[kPeerMaxHosted];
   PeerOutput outputs[kPeerMaxHosted];
+
+  // Set by peer_launch: what the kernel need not work out.
+  int32_t kind;        // of the sum: a pair of dtypes
+  int32_t num_pieces;
+  int32_t part_stretches;     // of a tile, that one process sums
+  uint64_t part_reciprocal;   // 2^32 / part_stretches, rounded up
+  HeldRow held[kPeerMaxHosted];  // unless device_lengths is given
 };
 
 // One launch on `stream` of the current device. Returns a cudaError_t as int.
-int peer_launch(const PeerCall& call, void* stream);
+int peer_launch(PeerCall& call, void* stream);
 
 // Host memory of one group: what orders its calls, and its symmetric buffers.
 struct PeerHost {

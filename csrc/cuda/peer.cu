@@ -13,14 +13,17 @@ __device__ inline void producer_barrier(int warps) { asm volatile("bar.sync 1, %
 __device__ inline void reader_barrier(int warps) { asm volatile("bar.sync 2, %0;" ::"r"(warps * 32) : "memory"); }
 
 // ---- set-up -------------------------------------------------------------------------------------------------------
-__device__ __forceinline__ void describe(const PeerCall& c, Shared& s, int64_t bytes) {
-  for (int i = threadIdx.x; i < c.num_sources; i += blockDim.x) describe_held(c, i, bytes, s.held[i]);
-  if (threadIdx.x == 32) s.epoch = c.control->epoch + 1;
-  if (threadIdx.x == 33) {
-    s.zero_copy = 0;
-    s.mean = c.mean, s.has_scale = c.has_scale, s.scale = c.scale;
+__device__ __forceinline__ void describe(const PeerCall& c, Shared& s) {
+  if (threadIdx.x < c.num_sources) {
+    if (c.device_lengths == nullptr) s.held[threadIdx.x] = c.held[threadIdx.x];
+    else describe_from_device(c, threadIdx.x, s.held[threadIdx.x]);
   }
-  if (threadIdx.x == 64) s.dead = *static_cast<volatile uint32_t*>(&c.control->failed) || peer_gave_up(c);
+  if (threadIdx.x == 32) {
+    const uint64_t word = *reinterpret_cast<volatile uint64_t*>(c.control);  // {epoch, failed}
+    s.epoch = uint32_t(word) + 1;
+    s.dead = int(word >> 32);
+    s.zero_copy = 0;
+  }
   __syncthreads();
 }
 
@@ -39,12 +42,14 @@ __device__ __forceinline__ void send_rows(const PeerCall& c, const Shared& s) {
   const int parity = parity_of(s.epoch);
   fence_system();
 #pragma unroll 1
-  for (int k = lane_index(); k < c.num_sources * c.num_processes; k += 32) {
-    const int i = k % c.num_sources, g = k / c.num_sources;
-    RowFlag* flag = row_flag(c, g, parity, c.sources[i].rank);
-    const HeldRow& h = s.held[i];
-    store_flags(&flag->buffer, flag_word(s.epoch, h.buffer), flag_word(s.epoch, c.sources[i].offset));
-    store_flags(&flag->length, flag_word(s.epoch, h.length), flag_word(s.epoch, h.start));
+  for (int g = lane_index(); g < c.num_processes; g += 32) {
+#pragma unroll 1
+    for (int i = 0; i < c.num_sources; ++i) {
+      RowFlag* flag = row_flag(c, g, parity, c.sources[i].rank);
+      const HeldRow& h = s.held[i];
+      store_flags(&flag->buffer, flag_word(s.epoch, h.buffer), flag_word(s.epoch, h.offset));
+      store_flags(&flag->length, flag_word(s.epoch, h.length), flag_word(s.epoch, h.start));
+    }
   }
 }
 
@@ -55,19 +60,29 @@ __device__ inline void send_stage(const PeerCall& c, const Shared& s, uint64_t S
     store_flag(&(stage_flag(c, g, parity_of(s.epoch), c.process)->*word), flag_word(s.epoch, value));
 }
 
-__device__ __forceinline__ void await_rows(const PeerCall& c, Shared& s, int64_t bytes) {
+__device__ __forceinline__ void await_rows(const PeerCall& c, Shared& s) {
   const int parity = parity_of(s.epoch);
+#pragma unroll 1
   for (int r = lane_index(); r < c.num_ranks; r += 32) {
     const RowFlag* flag = row_flag(c, c.process, parity, r);
+    const int owner = c.owner[r], slot = c.slot[r];
+    const bool direct = owner == c.process && s.held[slot].direct;
+    const char* staged = c.base[owner] + c.staging_at + parity * c.staging_bytes + slot * c.row_bytes;
     uint64_t length, start, buffer, offset;
-    const bool came = await(c, c.owner[r], s.epoch, &s.dead, [&] {
+    const bool came = await(c, owner, s.epoch, &s.dead, [&] {
       load_flags(&flag->buffer, buffer, offset);
       acquire_flags(&flag->length, length, start);
       return is_of(length, s.epoch) && is_of(start, s.epoch) && is_of(buffer, s.epoch) && is_of(offset, s.epoch);
     });
     if (!came) continue;
-    describe_row(c, s, r, parity, bytes, uint32_t(length), uint32_t(start), uint32_t(buffer), uint32_t(offset));
-    if (uint32_t(buffer) != 0) atomicOr(&s.zero_copy, 1ull << c.owner[r]);
+    const Range range = chunk_range(c, uint32_t(start), uint32_t(length));
+    const char* origin = direct ? s.held[slot].origin : staged - (range.begin * c.in_bytes & ~int64_t(15));
+    if (uint32_t(buffer) != 0) {
+      if (!direct) origin = c.buffers[(uint32_t(buffer) - 1) * c.num_processes + owner] +
+                            int64_t(uint32_t(offset)) * 16 - uint32_t(start) * c.width * c.in_bytes;
+      atomicOr(&s.zero_copy, 1ull << owner);
+    }
+    s.rows[r] = {origin, range};
   }
 }
 
@@ -91,11 +106,11 @@ __device__ inline bool await_stage(const PeerCall& c, Shared& s, uint64_t StageF
 }
 
 // ---- pieces -------------------------------------------------------------------------------------------------------
-__device__ __forceinline__ void produce_rest(const PeerCall& c, const Shared& s, int64_t bytes) {
-  const int pieces = num_pieces(c);
-  for (int piece = 1; piece < pieces; ++piece) {
-    const bool copied = copy_piece(c, s, piece, bytes, {warp_index(), c.producer_warps});
-    if (!copied && piece + 1 < pieces) continue;
+__device__ __forceinline__ void produce_rest(const PeerCall& c, const Shared& s) {
+#pragma unroll 1
+  for (int piece = 1; piece < c.num_pieces; ++piece) {
+    const bool copied = copy_piece(c, s, piece, {warp_index(), c.producer_warps});
+    if (!copied && piece + 1 < c.num_pieces) continue;
     producer_barrier(c.producer_warps);
     if (warp_index() == 0) send_stage(c, s, &StageFlag::staged, piece + 1);
   }
@@ -106,13 +121,14 @@ struct Stretch {
   int64_t tile, first, lo, hi;
 };
 
-// The w-th stretch of a piece, cut to [begin, end). In a two-shot a tile has one part for each process.
-__device__ __forceinline__ Stretch stretch_of(const PeerCall& c, int piece, int w, int part, int parts, int64_t begin,
+// The w-th stretch of a process's part of a piece, cut to [begin, end). Only in a two-shot are there several parts.
+__device__ __forceinline__ Stretch stretch_of(const PeerCall& c, int piece, int w, int part, int64_t begin,
                                               int64_t end) {
-  const int per_part = c.stretches_per_tile / parts;
+  const int j = int(w * c.part_reciprocal >> 32);  // w / part_stretches
   Stretch x;
-  x.tile = tile_of(c, piece, w / per_part);
-  x.first = c.chunk_begin + x.tile * c.tile_elements + int64_t(part * per_part + w % per_part) * c.stretch_elements;
+  x.tile = tile_of(c, piece, j);
+  x.first = c.chunk_begin + x.tile * c.tile_elements +
+            ((part - j) * c.part_stretches + w) * int64_t(c.stretch_elements);
   x.lo = max(x.first, begin);
   x.hi = min(min(x.first + c.stretch_elements, end), c.chunk_end);
   return x;
@@ -120,52 +136,64 @@ __device__ __forceinline__ Stretch stretch_of(const PeerCall& c, int piece, int 
 
 // Where element 0 would be, of the part of `tile` that `process` has summed.
 __device__ __forceinline__ char* reduced_origin(const PeerCall& c, const Shared& s, int process, int64_t tile) {
-  const int64_t part = c.tile_elements / c.num_processes;
+  const int64_t part = int64_t(c.part_stretches) * c.stretch_elements;
   const int64_t begin = c.chunk_begin + tile * c.tile_elements + process * part;
   return c.base[process] + c.reduced_at + parity_of(s.epoch) * c.reduced_bytes + (tile * part - begin) * c.out_bytes;
 }
 
-// Sums this process's part of the piece: into the outputs, or (two-shot) where the others will pull it from.
-__device__ __forceinline__ void sum_piece(const PeerCall& c, Shared& s, ActiveRow* list, int piece, Worker worker,
-                                          int64_t bytes, uint32_t& known) {
-  const int parts = c.two_shot ? c.num_processes : 1, part = c.two_shot ? c.process : 0;
-  for (int q = 0; q < c.num_outputs; ++q) {
-    const int64_t begin = c.outputs[q].begin * c.width, end = c.outputs[q].end * c.width;
-    char* to = static_cast<char*>(c.outputs[q].data) - begin * c.out_bytes;
-    for (int w = worker.index; w < c.tiles_per_piece * c.stretches_per_tile / parts; w += worker.count) {
-      const Stretch x = stretch_of(c, piece, w, part, parts, begin, end);
-      if (x.lo >= x.hi) continue;
-      if (!await_stage(c, s, &StageFlag::staged, piece + 1, known)) return;
-      char* origin = c.two_shot ? reduced_origin(c, s, c.process, x.tile) : to;
-      run_stretch(c, s, list, x.first, int(x.lo - x.first), int(x.hi - x.first), bytes, origin + x.first * c.out_bytes);
-    }
-  }
+// Sums one stretch: into output q, or (two-shot) where the others will pull it from. False: the group has failed.
+__device__ __forceinline__ bool sum_one(const PeerCall& c, Shared& s, ActiveRow* list, int q, int piece, int w,
+                                        uint32_t& known) {
+  const PeerOutput& output = c.outputs[q];
+  const int64_t begin = output.begin * c.width;
+  const Stretch x = stretch_of(c, piece, w, c.two_shot ? c.process : 0, begin, output.end * c.width);
+  if (x.lo >= x.hi) return true;
+  if (!await_stage(c, s, &StageFlag::staged, piece + 1, known)) return false;
+  char* origin = c.two_shot ? reduced_origin(c, s, c.process, x.tile)
+                            : static_cast<char*>(output.data) - begin * c.out_bytes;
+  run_stretch(c, s, list, x.first, int(x.lo - x.first), int(x.hi - x.first), origin + x.first * c.out_bytes);
+  return true;
 }
 
 __device__ __forceinline__ void pull_piece(const PeerCall& c, Shared& s, int piece, Worker worker, uint32_t& known) {
   if (!await_stage(c, s, &StageFlag::reduced, piece + 1, known)) return;
   char* to = static_cast<char*>(c.outputs[0].data);
+#pragma unroll 1
   for (int k = 0; k < c.num_processes; ++k) {
-    const int g = (c.process + k) % c.num_processes;
-    for (int w = worker.index; w < c.tiles_per_piece * c.stretches_per_tile / c.num_processes; w += worker.count) {
-      const Stretch x = stretch_of(c, piece, w, g, c.num_processes, 0, c.chunk_end);
+    const int g = c.process + k < c.num_processes ? c.process + k : c.process + k - c.num_processes;
+#pragma unroll 1
+    for (int w = worker.index; w < c.tiles_per_piece * c.part_stretches; w += worker.count) {
+      const Stretch x = stretch_of(c, piece, w, g, 0, c.chunk_end);
       if (x.lo >= x.hi) continue;
       copy_bytes<true>(to, reduced_origin(c, s, g, x.tile), x.lo * c.out_bytes, x.hi * c.out_bytes, {0, 1});
     }
   }
 }
 
-__device__ __forceinline__ void read(const PeerCall& c, Shared& s, ActiveRow* list, Worker worker, int64_t bytes) {
+// The stretches of all pieces are dealt to the warps in turn: none waits for another.
+__device__ __forceinline__ void read(const PeerCall& c, Shared& s, ActiveRow* list, Worker worker) {
   uint32_t staged = 1, reduced = 0;  // the rows' own flags came with the first piece
-  const int pieces = num_pieces(c);
-  for (int piece = 0; piece <= pieces; ++piece) {
-    if (piece < pieces) sum_piece(c, s, list, piece, worker, bytes, staged);
-    if (!c.two_shot) continue;
-    if (piece < pieces) {
-      reader_barrier(worker.count);
-      if (worker.index == 0 && !s.dead) send_stage(c, s, &StageFlag::reduced, piece + 1);
+  const int per_piece = c.tiles_per_piece * c.part_stretches;
+  int piece = 0, w = worker.index;
+#pragma unroll 1
+  for (int current = 0; current <= c.num_pieces; ++current) {  // as far as two-shots may go
+    const int last = c.two_shot ? current : c.num_pieces - 1;
+#pragma unroll 1
+    while (true) {
+      for (; w >= per_piece; w -= per_piece) ++piece;
+      if (piece > last || piece >= c.num_pieces) break;
+      bool alive = true;
+#pragma unroll 1
+      for (int q = 0; q < c.num_outputs && alive; ++q) alive = sum_one(c, s, list, q, piece, w, staged);
+      if (!alive) piece = c.num_pieces;
+      w += worker.count;
     }
-    if (piece > 0) pull_piece(c, s, piece - 1, worker, reduced);
+    if (!c.two_shot) return;
+    if (current < c.num_pieces) {
+      reader_barrier(worker.count);
+      if (worker.index == 0 && !s.dead) send_stage(c, s, &StageFlag::reduced, current + 1);
+    }
+    if (current > 0) pull_piece(c, s, current - 1, worker, reduced);
   }
 }
 
@@ -197,9 +225,9 @@ __device__ __noinline__ void fill_invalid(const PeerCall& c) {
 __global__ void __launch_bounds__(kPeerThreads, 2) peer_kernel(const __grid_constant__ PeerCall c) {
   __shared__ Shared s;
   extern __shared__ ActiveRow lists[];
-  const int64_t bytes = c.in_bytes;
   const int warp = warp_index(), warps = blockDim.x / 32;
-  describe(c, s, bytes);
+  SHARDSUM_PEER_POINT(0, 6);
+  describe(c, s);
   if (s.dead) {
     if (threadIdx.x == 0) take_ticket(c, s);
     fill_invalid(c);
@@ -210,17 +238,19 @@ __global__ void __launch_bounds__(kPeerThreads, 2) peer_kernel(const __grid_cons
   __syncthreads();
 #endif
   SHARDSUM_PEER_POINT(s.epoch, 0);
-  copy_piece(c, s, 0, bytes, {warp, warps});
+  copy_piece(c, s, 0, {warp, warps});
   __syncthreads();
   SHARDSUM_PEER_POINT(s.epoch, 1);
-  const bool produces = c.stages && num_pieces(c) > 1;
+  const bool produces = c.stages && c.num_pieces > 1;
   if (warp == kSignalWarp) {
 #if SHARDSUM_PEER_MUTANT != 2
     send_rows(c, s);
 #endif
-    if (!produces && num_pieces(c) > 1) send_stage(c, s, &StageFlag::staged, num_pieces(c));
+    SHARDSUM_PEER_POINT(s.epoch, 4);
+    if (!produces && c.num_pieces > 1) send_stage(c, s, &StageFlag::staged, c.num_pieces);
   } else if (warp == kWaitWarp) {
-    await_rows(c, s, bytes);
+    await_rows(c, s);
+    SHARDSUM_PEER_POINT(s.epoch, 5);
   } else if (warp == kTicketWarp && lane_index() == 0) {
     take_ticket(c, s);
   }
@@ -228,10 +258,10 @@ __global__ void __launch_bounds__(kPeerThreads, 2) peer_kernel(const __grid_cons
   SHARDSUM_PEER_POINT(s.epoch, 2);
   if (!dead) {
     if (produces && warp < c.producer_warps) {
-      produce_rest(c, s, bytes);
+      produce_rest(c, s);
     } else {
       const int first = produces ? c.producer_warps : 0;
-      read(c, s, lists + warp * (c.num_ranks + kPeerBatch), {warp - first, warps - first}, bytes);
+      read(c, s, lists + warp * (c.num_ranks + kPeerBatch), {warp - first, warps - first});
     }
   }
   __syncthreads();
@@ -245,7 +275,16 @@ __global__ void __launch_bounds__(kPeerThreads, 2) peer_kernel(const __grid_cons
 
 }  // namespace
 
-int peer_launch(const PeerCall& call, void* stream) {
+int peer_launch(PeerCall& call, void* stream) {
+  call.kind = kind_of(call);
+  if (call.kind < 0) return cudaErrorInvalidValue;
+  const int64_t per_piece = int64_t(call.num_blocks) * call.tiles_per_piece;
+  call.num_pieces = int32_t((num_tiles(call) + per_piece - 1) / per_piece);
+  call.part_stretches = call.stretches_per_tile / (call.two_shot ? call.num_processes : 1);
+  call.part_reciprocal = ((uint64_t(1) << 32) + call.part_stretches - 1) / call.part_stretches;
+  if (call.device_lengths == nullptr)
+    for (int i = 0; i < call.num_sources; ++i)
+      call.held[i] = describe_held(call, i, call.sources[i].start, call.sources[i].length);
   const size_t lists = call.num_threads / 32 * (call.num_ranks + kPeerBatch) * sizeof(ActiveRow);
   peer_kernel<<<call.num_blocks, call.num_threads, lists, static_cast<cudaStream_t>(stream)>>>(call);
   return cudaGetLastError();

@@ -38,12 +38,11 @@ __device__ inline int list_active(const Shared& s, int num_rows, int64_t first, 
   return n;
 }
 
+__device__ inline bool covers(const ActiveRow& row, int count) { return row.lo == 0 && row.hi == count; }
+
 template <typename T>
-__device__ inline Raw<T> load_vector(const ActiveRow& row, int at) {
-  constexpr int V = kVec<T>;
-  Raw<T> r{};
-  if (at + V <= row.lo || at >= row.hi) return r;
-  const char* p = row.first + int64_t(at) * int(sizeof(T));
+__device__ inline Raw<T> load_raw(const char* p) {
+  Raw<T> r;
   if constexpr (kVecBytes<T> == 16) {
     const uint4 v = load_peer(p);
     r.w[0] = v.x, r.w[1] = v.y, r.w[2] = v.z, r.w[3] = v.w;
@@ -51,6 +50,13 @@ __device__ inline Raw<T> load_vector(const ActiveRow& row, int at) {
     asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(r.w[0]), "=r"(r.w[1]) : "l"(p) : "memory");
   }
   return r;
+}
+
+// Zeros where the row does not reach.
+template <typename T>
+__device__ inline Raw<T> load_vector(const ActiveRow& row, int at) {
+  if (at + kVec<T> <= row.lo || at >= row.hi) return Raw<T>{};
+  return load_raw<T>(row.first + int64_t(at) * int(sizeof(T)));
 }
 
 // Divides, scales, rounds and stores the elements [lo, hi) of the stretch that the vector at `at` holds; e.out is where
@@ -99,96 +105,102 @@ __device__ __forceinline__ void sum_any(const Epilogue& e, const ActiveRow* list
   }
 }
 
-// The same for at most two rows, a whole stretch of an aligned output, and nothing but rounding after the sum: as many
-// bytes in flight as with eight rows.
-template <typename T, typename Out>
-__device__ __forceinline__ void sum_two(const Epilogue& e, const ActiveRow* list, int columns) {
-  constexpr int V = kVec<T>, kColumns = kPeerBatch / 2;
-  const ActiveRow a = list[0], b = list[1];
-#pragma unroll 1
-  for (int at = lane_index() * V; at < columns * 32 * V; at += kColumns * 32 * V) {
-    Raw<T> raw[2][kColumns];
+// The same where one or two rows cover a whole stretch of an aligned output, and nothing but rounding comes after the
+// sum: all loads of the stretch are issued before the first add.
+template <typename T, typename Out, int kColumns>
+__device__ __forceinline__ void sum_two(Out* out, const ActiveRow* list, int n) {
+  constexpr int V = kVec<T>, kStep = 32 * kVecBytes<T>;
+  const char* a = list[0].first + lane_index() * kVecBytes<T>;
+  const char* b = list[1].first + lane_index() * kVecBytes<T>;
+  Raw<T> raw[2][kColumns] = {};
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      raw[0][c] = load_vector<T>(a, at + c * 32 * V);
-      raw[1][c] = load_vector<T>(b, at + c * 32 * V);
-    }
+  for (int c = 0; c < kColumns; ++c) raw[0][c] = load_raw<T>(a + c * kStep);
+  if (n == 2) {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      acc_t<T> acc[V];
+    for (int c = 0; c < kColumns; ++c) raw[1][c] = load_raw<T>(b + c * kStep);
+  }
 #pragma unroll
-      for (int j = 0; j < V; ++j) acc[j] = 0;
-      add_vector<T>(acc, raw[0][c]);
-      add_vector<T>(acc, raw[1][c]);
-      Epilogue here = e;
-      here.out = static_cast<Out*>(e.out) + at + c * 32 * V;
-      __builtin_assume(reinterpret_cast<uintptr_t>(here.out) % 16 == 0);
-      store<Out>(here, 0, V, acc);
-    }
+  for (int c = 0; c < kColumns; ++c) {
+    acc_t<T> acc[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) acc[j] = 0;
+    add_vector<T>(acc, raw[0][c]);
+    add_vector<T>(acc, raw[1][c]);
+    store_vector(out + (lane_index() + c * 32) * V, acc);
   }
 }
 
 template <typename T, typename Out, DType kOut>
-__device__ __forceinline__ void sum_stretch(const Shared& s, const ActiveRow* list, int n, int columns, int lo, int hi,
+__device__ __forceinline__ void sum_stretch(const PeerCall& c, const ActiveRow* list, int n, int lo, int hi,
                                             void* out) {
   Epilogue e{};
   e.out = out;
   e.out_dtype = kOut;
   if constexpr (std::is_floating_point_v<acc_t<T>>) {
-    e.mean = s.mean;
-    e.has_scale = s.has_scale;
-    e.scale = s.scale;
-    const bool whole = lo == 0 && hi == columns * 32 * kVec<T> && reinterpret_cast<uintptr_t>(out) % 16 == 0;
-    if (n <= 2 && columns % 4 == 0 && whole && !e.mean && !e.has_scale)
-      sum_two<T, Out>(e, list, columns);
-    else
-      sum_any<T, kPeerBatch>(e, list, n, columns, lo, hi);
+    e.mean = c.mean;
+    e.has_scale = c.has_scale;
+    e.scale = c.scale;
+    e.plain = !c.mean && !c.has_scale;
+    Out* to = static_cast<Out*>(out);
+    if ((n == 1 || n == 2) && e.plain && reinterpret_cast<uintptr_t>(out) % 16 == 0 && lo == 0 &&
+        hi == c.stretch_elements && covers(list[0], hi) && (n == 1 || covers(list[1], hi))) {
+      if (c.warp_columns == 8) return sum_two<T, Out, 8>(to, list, n);
+      if (c.warp_columns == 2) return sum_two<T, Out, 2>(to, list, n);
+      if (c.warp_columns == 1) return sum_two<T, Out, 1>(to, list, n);
+    }
+    sum_any<T, kPeerBatch>(e, list, n, c.warp_columns, lo, hi);
   } else {
-    sum_any<T, kPeerBatch / 2>(e, list, n, columns, lo, hi);
+    sum_any<T, kPeerBatch / 2>(e, list, n, c.warp_columns, lo, hi);
   }
 }
 
 __device__ inline void move_stretch(const ActiveRow* list, int n, int64_t first, char* out) {
+#pragma unroll 1
   for (int i = 0; i < n; ++i)
     copy_bytes<true>(out - first, list[i].first - first, first + list[i].lo, first + list[i].hi, {0, 1});
 }
 
-__device__ __host__ constexpr int pair_of(DType in, DType out) { return int(in) * 16 + int(out); }
+// F(index, T, Out, in, out): the pairs of dtypes that have a sum.
+#define SHARDSUM_PEER_KINDS(F)                          \
+  F(0, __nv_bfloat16, __nv_bfloat16, kBFloat16, kBFloat16) \
+  F(1, __nv_bfloat16, float, kBFloat16, kFloat32)          \
+  F(2, __nv_bfloat16, __half, kBFloat16, kFloat16)         \
+  F(3, __half, __half, kFloat16, kFloat16)                 \
+  F(4, __half, float, kFloat16, kFloat32)                  \
+  F(5, __half, __nv_bfloat16, kFloat16, kBFloat16)         \
+  F(6, float, float, kFloat32, kFloat32)                   \
+  F(7, float, __nv_bfloat16, kFloat32, kBFloat16)          \
+  F(8, float, __half, kFloat32, kFloat16)                  \
+  F(9, double, double, kFloat64, kFloat64)                 \
+  F(10, double, float, kFloat64, kFloat32)                 \
+  F(11, uint8_t, int64_t, kUInt8, kInt64)                  \
+  F(12, int8_t, int64_t, kInt8, kInt64)                    \
+  F(13, int16_t, int64_t, kInt16, kInt64)                  \
+  F(14, int32_t, int64_t, kInt32, kInt64)                  \
+  F(15, int64_t, int64_t, kInt64, kInt64)                  \
+  F(16, Bool, int64_t, kBool, kInt64)
+
+constexpr int kMoveKind = 17;
+
+inline int kind_of(const PeerCall& c) {
+  if (c.move) return kMoveKind;
+#define SHARDSUM_FIND(index, T, Out, in, out) \
+  if (c.in_dtype == DType::in && c.out_dtype == DType::out) return index;
+  SHARDSUM_PEER_KINDS(SHARDSUM_FIND)
+#undef SHARDSUM_FIND
+  return -1;
+}
 
 // Elements [first + lo, first + hi) of the output; `out` is where element `first` would go.
 __device__ __forceinline__ void run_stretch(const PeerCall& c, const Shared& s, ActiveRow* list, int64_t first, int lo,
-                                            int hi, int64_t bytes, char* out) {
-  using D = DType;
-  const int n = list_active(s, c.num_ranks, first, lo, hi, bytes, list);
-  if (c.move) {
-    move_stretch(list, n, first, out);
-  } else {
-#define SHARDSUM_CASE(T, in, Out, out_dtype)                                    \
-  case pair_of(D::in, D::out_dtype):                                            \
-    sum_stretch<T, Out, D::out_dtype>(s, list, n, c.warp_columns, lo, hi, out); \
-    break;
-    switch (pair_of(c.in_dtype, c.out_dtype)) {
-      SHARDSUM_CASE(__nv_bfloat16, kBFloat16, __nv_bfloat16, kBFloat16)
-      SHARDSUM_CASE(__nv_bfloat16, kBFloat16, float, kFloat32)
-      SHARDSUM_CASE(__nv_bfloat16, kBFloat16, __half, kFloat16)
-      SHARDSUM_CASE(__half, kFloat16, __half, kFloat16)
-      SHARDSUM_CASE(__half, kFloat16, float, kFloat32)
-      SHARDSUM_CASE(__half, kFloat16, __nv_bfloat16, kBFloat16)
-      SHARDSUM_CASE(float, kFloat32, float, kFloat32)
-      SHARDSUM_CASE(float, kFloat32, __nv_bfloat16, kBFloat16)
-      SHARDSUM_CASE(float, kFloat32, __half, kFloat16)
-      SHARDSUM_CASE(double, kFloat64, double, kFloat64)
-      SHARDSUM_CASE(double, kFloat64, float, kFloat32)
-      SHARDSUM_CASE(uint8_t, kUInt8, int64_t, kInt64)
-      SHARDSUM_CASE(int8_t, kInt8, int64_t, kInt64)
-      SHARDSUM_CASE(int16_t, kInt16, int64_t, kInt64)
-      SHARDSUM_CASE(int32_t, kInt32, int64_t, kInt64)
-      SHARDSUM_CASE(int64_t, kInt64, int64_t, kInt64)
-      SHARDSUM_CASE(Bool, kBool, int64_t, kInt64)
-      default:
-        break;
-    }
-#undef SHARDSUM_CASE
+                                            int hi, char* out) {
+  const int n = list_active(s, c.num_ranks, first, lo, hi, c.in_bytes, list);
+  switch (c.kind) {
+#define SHARDSUM_SUM(index, T, Out, in, out_dtype) \
+  case index: sum_stretch<T, Out, DType::out_dtype>(c, list, n, lo, hi, out); break;
+    SHARDSUM_PEER_KINDS(SHARDSUM_SUM)
+#undef SHARDSUM_SUM
+    default: move_stretch(list, n, first, out);
   }
   __syncwarp();
 }

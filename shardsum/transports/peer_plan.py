@@ -214,12 +214,15 @@ def two_shot_saves(m: Message, layout: MemoryLayout) -> int:
 
 def choose_tiles(m: Message, chunk: int, parts: int, max_blocks: int, tuning: Tuning) -> TileMap:
     """The tile map of a chunk; ``parts`` is the number of processes in a two-shot, else 1."""
-    small = m.extent * m.width * m.in_bytes <= tuning.small_bytes
-    # Small: as many blocks as there is work for, one vector a lane. Large: four, and pieces of one tile a block.
-    columns, stretches = (1, tuning.threads // _WARP) if small else (4, 16)
+    warps, extent_bytes = tuning.threads // _WARP, m.extent * m.width * m.in_bytes
+    small = extent_bytes <= tuning.small_bytes
+    if small:  # all at once, by as many blocks as there is work for
+        columns = 1 if extent_bytes <= min(tuning.blocks, max_blocks) * warps * _WARP * 16 else 2
+    else:  # as many bytes in flight as a lane can hold; pieces of one tile a block
+        columns = 8
     vector = 16 // m.in_bytes if m.in_bytes > 1 or m.move else 8
     stretch = columns * _WARP * vector
-    stretches = round_up(stretches, parts)
+    stretches = round_up(warps, parts)
     tiles = -(-chunk // (stretch * stretches))
     blocks = min(tuning.blocks, max_blocks, tiles)
     return TileMap(stretch, stretches, columns, -(-tiles // blocks) if small else 1, blocks)

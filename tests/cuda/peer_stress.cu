@@ -228,7 +228,8 @@ Config make_config(const World& w, Random& random) {
       c.outs.push_back({0, c.size});
   }
   const int64_t vector = c.move ? 16 : in_bytes == 1 ? 8 : 16 / in_bytes;
-  c.columns = pick(random, 0, 1) ? 4 : 1;
+  const int columns[] = {1, 2, 4, 8};
+  c.columns = columns[pick(random, 0, 3)];
   c.stretches = int(pick(random, 1, 3)) * (c.two_shot ? G : 1);
   const int64_t stretch = c.columns * 32 * vector, tile = stretch * c.stretches;
   c.tiles_per_piece = int(pick(random, 1, 3));
