@@ -7,6 +7,7 @@
 //     abort                                             uint64       nonzero once a peer has given up
 //     staging  [2 parities][staging_bytes]              one slot of row_bytes for each hosted virtual rank
 //     reduced  [2 parities][reduced_bytes]              two-shot: this process's part of the sum
+//     inbox    [2 parities][flag_ranks][inbox_row_bytes]  small sums: rows pushed by their owners
 //
 // and a private PeerControl. A call moves the flat elements [chunk_begin, chunk_end) of a range of size * width; see
 // docs/peer.md for the protocol.
@@ -57,12 +58,12 @@ struct PeerSource {
 
 // A source in one chunk. An "origin" is the address at which flat element 0 would be.
 struct HeldRow {
-  const char* origin;                  // of the caller's tensor
-  int64_t staged_origin;               // offset from the staging area of a parity
-  int64_t copied_begin, copied_end;    // elements that go to staging: what others need, or all where `direct` is false
-  uint32_t start, length;              // positions
-  uint32_t buffer, offset;             // as in RowFlag
-  bool direct;                         // this process reads the row where it lies
+  const char* origin;                // of the caller's tensor
+  int64_t staged_origin;             // offset from the staging area of a parity
+  int64_t copied_begin, copied_end;  // elements that go to staging: what others need, or all where `direct` is false
+  uint32_t start, length;            // positions
+  uint32_t buffer, offset;           // as in RowFlag
+  bool direct;                       // this process reads the row where it lies
 };
 
 struct PeerOutput {
@@ -70,7 +71,10 @@ struct PeerOutput {
   uint32_t begin, end;  // positions
 };
 
-struct PeerCall {
+struct alignas(16) PeerCall {
+  PeerControl* control;
+  const uint64_t* own_abort;  // set by peer_launch: this process's abort word
+
   int32_t num_ranks, num_processes, process;
   int32_t flag_ranks;  // rows of flags a block has: num_ranks of the group's largest call
   int32_t num_sources, num_outputs;
@@ -78,6 +82,7 @@ struct PeerCall {
   int32_t in_bytes, out_bytes;  // of an element
   bool move;                    // copy bytes (both dtypes kUInt8; rows do not overlap) instead of summing
   bool two_shot;                // needs one output [0, size) on every process
+  bool push;                    // small sums of elements of 2 bytes and more: rows are pushed to the inboxes
   bool mean, has_scale;
   double scale;
 
@@ -94,12 +99,11 @@ struct PeerCall {
   int32_t num_threads, producer_warps;  // at most 256; producers copy the later pieces while the others read
 
   char* base[kPeerMaxRanks];  // the symmetric block of every process, as mapped here
-  int64_t stages_at, abort_at, staging_at, reduced_at;
-  int64_t staging_bytes, row_bytes, reduced_bytes;
+  int64_t stages_at, abort_at, staging_at, reduced_at, inbox_at;
+  int64_t staging_bytes, row_bytes, reduced_bytes, inbox_row_bytes;
   uint8_t owner[kPeerMaxRanks];  // of each virtual rank
   uint8_t slot[kPeerMaxRanks];   // its place among those its owner hosts
 
-  PeerControl* control;
   PeerFailure* failure;
   char* const* buffers;  // device table [buffer - 1][process]: symmetric buffers of the user
   int64_t timeout_ns;
@@ -113,10 +117,10 @@ struct PeerCall {
   PeerOutput outputs[kPeerMaxHosted];
 
   // Set by peer_launch: what the kernel need not work out.
-  int32_t kind;        // of the sum: a pair of dtypes
+  int32_t kind;  // of the sum: a pair of dtypes
   int32_t num_pieces;
-  int32_t part_stretches;     // of a tile, that one process sums
-  uint64_t part_reciprocal;   // 2^32 / part_stretches, rounded up
+  int32_t part_stretches;        // of a tile, that one process sums
+  uint64_t part_reciprocal;      // 2^32 / part_stretches, rounded up
   HeldRow held[kPeerMaxHosted];  // unless device_lengths is given
 };
 

@@ -58,7 +58,7 @@ void read_shape(Words& w, PeerCall& c) {
   w.take(dtype), c.in_dtype = static_cast<DType>(dtype);
   w.take(dtype), c.out_dtype = static_cast<DType>(dtype);
   w.take(c.in_bytes), w.take(c.out_bytes);
-  w.take(c.move), w.take(c.two_shot), w.take(c.mean), w.take(c.has_scale);
+  w.take(c.move), w.take(c.two_shot), w.take(c.push), w.take(c.mean), w.take(c.has_scale);
   c.scale = as_double(w.take());
   w.take(c.size), w.take(c.width);
 }
@@ -71,7 +71,9 @@ void read_tiles(Words& w, PeerCall& c) {
 
 void read_memory(Words& w, PeerCall& c) {
   w.take(c.stages_at), w.take(c.abort_at), w.take(c.staging_at), w.take(c.reduced_at);
+  w.take(c.inbox_at);
   w.take(c.staging_bytes), w.take(c.row_bytes), w.take(c.reduced_bytes);
+  w.take(c.inbox_row_bytes);
   w.take_pointer(c.control), w.take_pointer(c.failure), w.take_pointer(c.buffers);
   w.take(c.timeout_ns);
 }

@@ -35,8 +35,10 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 CALLS = int(os.environ.get("SHARDSUM_PEER_CALLS", "120"))
 
 
-def layout_of(world_size: int, rows: int, staging: int = 1 << 20, blocks: int = 128) -> MemoryLayout:
-    return MemoryLayout(world_size * rows, world_size, blocks, rows, staging)
+def layout_of(
+    world_size: int, rows: int, staging: int = 1 << 20, blocks: int = 128, push: int = 1 << 16
+) -> MemoryLayout:
+    return MemoryLayout(world_size * rows, world_size, blocks, rows, staging, push)
 
 
 @st.composite
@@ -70,6 +72,8 @@ def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
     assert tiles.tiles(shape.chunk) <= tiles.pieces(shape.chunk) * tiles.blocks * tiles.tiles_per_piece
     # A row's part of a chunk, filled up to whole vectors at both ends, lies inside its slot.
     assert min(m.longest * m.width, shape.chunk) * m.in_bytes + 32 <= layout.row_bytes
+    if shape.push:
+        assert shape.chunk >= total and 2 * total * m.in_bytes <= layout.inbox_row_bytes and m.in_bytes > 1
     if shape.two_shot:
         assert tiles.tiles(shape.chunk) * (tiles.tile // parts) * m.out_bytes <= layout.reduced_bytes
 
@@ -91,7 +95,7 @@ def test_every_tile_has_one_block_and_one_piece() -> None:
 @pytest.mark.parametrize("world_size, rows", [(2, 1), (3, 2), (8, 1), (16, 4)])
 def test_regions_of_the_symmetric_block_are_apart_and_aligned(world_size: int, rows: int) -> None:
     at = layout_of(world_size, rows)
-    ends = [0, at.stages_at, at.abort_at, at.abort_at + 8, at.staging_at, at.reduced_at, at.total_bytes]
+    ends = [0, at.stages_at, at.abort_at, at.abort_at + 8, at.staging_at, at.reduced_at, at.inbox_at, at.total_bytes]
     assert ends == sorted(ends)
     assert at.stages_at == 2 * at.max_blocks * at.num_ranks * 32
     assert at.reduced_at - at.staging_at == 2 * rows * at.row_bytes
@@ -108,7 +112,7 @@ def test_two_shot_where_it_spares_the_links() -> None:
     assert not reduced(8, 64 << 10) and reduced(8, 4 << 20)
     assert not reduced(4, 256 << 10) and reduced(4, 8 << 20)
     assert reduced(2, 16 << 20, rows=4)  # two processes of four rows each: it saves three rows of eight halves
-    assert reduced(8, 64 << 10, Tuning(two_shot_bytes={0: 1 << 60, 8: 0}))
+    assert reduced(8, 128 << 10, Tuning(two_shot_bytes={0: 1 << 60, 8: 0}))
     assert not reduced(4, 8 << 20, Tuning(two_shot_bytes={0: 1 << 60, 8: 0}))
 
 
@@ -125,6 +129,18 @@ def test_needed_is_the_hull_of_what_others_read(data: st.DataObject) -> None:
         assert found == ((read[0], read[-1] + 1) if read else (0, 0))
 
 
+def test_small_sums_are_pushed() -> None:
+    def pushed(num_bytes: int, move: bool = False, two_shot: bool | None = None, limit: int = 1 << 16) -> bool:
+        n, width = num_bytes // 2, 1 if move else 2
+        m = Message(n, 1, n, n, width, width, move, True)
+        return peer_plan.choose_shape(m, layout_of(4, 1, push=limit), Tuning(), two_shot).push
+
+    assert pushed(1 << 10) and pushed(1 << 16) and not pushed((1 << 16) + 2)
+    assert not pushed(1 << 10, move=True) and not pushed(1 << 10, two_shot=False) and not pushed(0)
+    assert not pushed(1 << 10, limit=0)
+    assert Tuning(push_bytes={0: 5, 2: 7}).push_limit(2) == 7 and Tuning(push_bytes={0: 5, 2: 7}).push_limit(3) == 5
+
+
 def test_bad_tuning_is_refused() -> None:
     for bad in (
         dict(threads=100),
@@ -134,7 +150,7 @@ def test_bad_tuning_is_refused() -> None:
         dict(two_shot_bytes={2: 1}),
     ):
         with pytest.raises(ValueError):
-            Tuning(**bad)  # type: ignore[arg-type]
+            Tuning(**bad)
 
 
 def test_who_cannot_be_reached() -> None:
@@ -280,8 +296,10 @@ def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
 
 
-#: Small slots and pieces, and two-shots as soon as they save anything: every path at test sizes.
-SMALL = dict(staging_bytes=1 << 18, tuning=Tuning(small_bytes=4096, blocks=4, two_shot_bytes={0: 2000}))
+#: Small slots, pieces and inboxes, and two-shots as soon as they save anything: every path at test sizes.
+SMALL = dict(
+    staging_bytes=1 << 18, tuning=Tuning(small_bytes=4096, blocks=4, two_shot_bytes={0: 2000}, push_bytes={0: 8192})
+)
 
 
 @pytest.mark.gpu

@@ -3,14 +3,15 @@
 //   nvcc -std=c++17 -O3 -arch=sm_90 -fmad=false benchmarks/cuda/peer_time.cu -o peer_time && ./peer_time
 //   ... -DTRACE: also the cycles from the start of a block to the points of the kernel (block 0, mean over launches)
 //
-// bf16, R = G = 2, CUDA graphs of 40 calls. Columns: bytes, threads, blocks, columns, us copied in, us zero-copy.
+// bf16, R = G = 2, CUDA graphs of 40 calls. Columns: bytes, threads, blocks, vectors a lane, stretches a tile, tiles a
+// piece (0: all), producer warps: microseconds.
 #include <cstdint>
 
 #ifdef TRACE
 namespace shardsum {
-__device__ unsigned long long trace_sum[8][8];
-__device__ unsigned int trace_count[8][8];
-__device__ long long trace_start[8];
+__device__ unsigned long long trace_sum[8][16];
+__device__ unsigned int trace_count[8][16];
+__device__ long long trace_start[16];
 __device__ inline void trace(int point) {
   if (blockIdx.x != 0 || threadIdx.x % 32 != 0) return;
   const int warp = threadIdx.x / 32;
@@ -30,6 +31,7 @@ __device__ inline void trace(int point) {
 #include <vector>
 
 #include "../../csrc/cuda/peer.cu"
+#include "../../csrc/cuda/peer_push.cu"
 
 #define CHECK(call)                                                                         \
   do {                                                                                      \
@@ -55,6 +57,7 @@ struct Process {
   char** buffers;
 };
 
+constexpr int64_t kInboxRow = (1 << 20) * 2 + 256;
 int64_t stages_at() { return 2ll * kMaxBlocks * 2 * sizeof(RowFlag); }
 int64_t staging_at() { return stages_at() + 2ll * kMaxBlocks * 2 * sizeof(StageFlag) + 256; }
 
@@ -67,7 +70,7 @@ std::vector<Process> make() {
     CHECK(cudaSetDevice(p.device));
     if (devices > 1) CHECK(cudaDeviceEnablePeerAccess(1 - g, 0));
     CHECK(cudaStreamCreateWithFlags(&p.stream, cudaStreamNonBlocking));
-    const int64_t total = staging_at() + 2 * (kMost + 256);
+    const int64_t total = staging_at() + 2 * (kMost + 256) + 4 * kInboxRow;
     CHECK(cudaMalloc(&p.block, total));
     CHECK(cudaMemset(p.block, 0, total));
     for (char** q : {&p.input, &p.output, &p.buffer}) CHECK(cudaMalloc(q, kMost));
@@ -89,29 +92,35 @@ std::vector<Process> make() {
   return all;
 }
 
-PeerCall describe_call(const std::vector<Process>& all, int g, int64_t bytes, int threads, int blocks, int columns,
-                       int producers, bool zero_copy) {
+enum Way { kCopyIn, kZeroCopy, kPush };
+struct Shape {
+  int64_t bytes;
+  int threads, blocks, columns, stretches, per_piece, producers;
+};
+
+PeerCall describe_call(const std::vector<Process>& all, int g, const Shape& shape, Way way) {
   const Process& p = all[g];
   PeerCall c{};
   c.num_ranks = c.flag_ranks = c.num_processes = 2;
   c.process = g, c.num_sources = c.num_outputs = 1;
   c.in_dtype = c.out_dtype = DType::kBFloat16, c.in_bytes = c.out_bytes = 2;
-  c.size = bytes / 2, c.width = 1;
+  c.size = shape.bytes / 2, c.width = 1;
   c.chunk_end = c.size;
-  c.stretch_elements = columns * 32 * 8, c.stretches_per_tile = threads / 32, c.warp_columns = columns;
+  c.stretch_elements = shape.columns * 32 * 8, c.stretches_per_tile = shape.stretches, c.warp_columns = shape.columns;
   c.tile_elements = c.stretch_elements * c.stretches_per_tile;
   const int64_t tiles = (c.size + c.tile_elements - 1) / c.tile_elements;
-  c.num_blocks = int(std::min<int64_t>(blocks, tiles)), c.max_blocks = kMaxBlocks;
-  c.tiles_per_piece = columns < 8 ? int((tiles + c.num_blocks - 1) / c.num_blocks) : 1;
-  c.num_threads = threads, c.producer_warps = producers;
+  c.num_blocks = int(std::min<int64_t>(shape.blocks, tiles)), c.max_blocks = kMaxBlocks;
+  c.tiles_per_piece = shape.per_piece ? shape.per_piece : int((tiles + c.num_blocks - 1) / c.num_blocks);
+  c.num_threads = shape.threads, c.producer_warps = shape.producers;
   for (int q = 0; q < 2; ++q) c.base[q] = all[q].block, c.owner[q] = uint8_t(q);
   c.stages_at = stages_at(), c.abort_at = staging_at() - 256, c.staging_at = staging_at();
   c.staging_bytes = c.row_bytes = kMost + 256;
+  c.inbox_at = staging_at() + 2 * (kMost + 256), c.inbox_row_bytes = kInboxRow;
   c.control = p.control, c.failure = p.failure, c.buffers = p.buffers, c.timeout_ns = 2'000'000'000;
-  c.stages = !zero_copy;
+  c.stages = way != kZeroCopy, c.push = way == kPush;
   PeerSource& s = c.sources[0];
-  s.data = zero_copy ? p.buffer : p.input;
-  s.rank = g, s.length = s.capacity = s.need_end = uint32_t(c.size), s.buffer = zero_copy;
+  s.data = way == kZeroCopy ? p.buffer : p.input;
+  s.rank = g, s.length = s.capacity = s.need_end = uint32_t(c.size), s.buffer = way == kZeroCopy;
   c.outputs[0] = {p.output, 0, uint32_t(c.size)};
   return c;
 }
@@ -158,35 +167,38 @@ double microseconds(const std::vector<Process>& all, const PeerCall* calls) {
   return times[times.size() / 2];
 }
 
-void run(const std::vector<Process>& all, int64_t bytes, int threads, int blocks, int columns, int producers) {
-  double us[2];
-  for (int zero_copy = 0; zero_copy < 2; ++zero_copy) {
+void run(const std::vector<Process>& all, const Shape& shape, std::vector<Way> ways) {
+  std::printf("%9lld %4d %4d %2d %3d %2d %d:", (long long)shape.bytes, shape.threads, shape.blocks, shape.columns,
+              shape.stretches, shape.per_piece, shape.producers);
+  for (const Way way : ways) {
     PeerCall calls[2];
-    for (int g = 0; g < 2; ++g)
-      calls[g] = describe_call(all, g, bytes, threads, blocks, columns, producers, zero_copy);
+    for (int g = 0; g < 2; ++g) calls[g] = describe_call(all, g, shape, way);
 #ifdef TRACE
     const std::vector<char> zeros(sizeof(trace_sum));
     CHECK(cudaSetDevice(all[0].device));
     CHECK(cudaMemcpyToSymbol(trace_sum, zeros.data(), sizeof(trace_sum)));
     CHECK(cudaMemcpyToSymbol(trace_count, zeros.data(), sizeof(trace_count)));
 #endif
-    us[zero_copy] = microseconds(all, calls);
+    const char* names[] = {"copy-in", "zero-copy", "push"};
+    std::printf("  %s %.2f", names[way], microseconds(all, calls));
 #ifdef TRACE
-    unsigned long long sum[8][8];
-    unsigned int count[8][8];
+    unsigned long long sum[8][16];
+    unsigned int count[8][16];
     CHECK(cudaSetDevice(all[0].device));
     CHECK(cudaMemcpyFromSymbol(sum, trace_sum, sizeof(sum)));
     CHECK(cudaMemcpyFromSymbol(count, trace_count, sizeof(count)));
-    const char* names[] = {"set up", "copied", "waited", "read", "sent", "came", "start", ""};
+    const char* points[] = {"set up", "copied", "waited", "read", "sent", "came", "start", ""};
+    std::printf(" [");
     for (const int point : {0, 1, 4, 5, 2, 3}) {
-      std::printf("  %s", names[point]);
-      for (int w = 0; w < threads / 32 && w < 4; ++w)
+      std::printf("%s", points[point]);
+      for (const int w : {0, 1, 2, 8})
         if (count[point][w]) std::printf(" %llu", sum[point][w] / count[point][w]);
+      std::printf("; ");
     }
-    std::printf("\n");
+    std::printf("]");
 #endif
   }
-  std::printf("%9lld %4d %4d %2d %d %8.2f %8.2f\n", (long long)bytes, threads, blocks, columns, producers, us[0], us[1]);
+  std::printf("\n");
 }
 
 }  // namespace
@@ -195,16 +207,25 @@ void run(const std::vector<Process>& all, int64_t bytes, int threads, int blocks
 int main() {
   const auto all = shardsum::make();
   std::printf("%d GPU(s)\n", all[1].device + 1);
-  for (const int threads : {128, 256}) {
-    shardsum::run(all, 1 << 10, threads, 128, 1, 1);
-    shardsum::run(all, 64 << 10, threads, 128, 1, 1);
+  using namespace shardsum;
+  const std::vector<Way> small{kCopyIn, kZeroCopy, kPush}, large{kCopyIn, kZeroCopy};
+  for (const int64_t bytes : {80, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 512 << 10})
+    run(all, {bytes, 256, 128, 1, 8, 0, 1}, small);
+  for (const int columns : {1, 2, 4}) run(all, {1 << 20, 256, 128, columns, 8, 0, 2}, columns == 1 ? small : large);
+#ifndef TRACE
+  for (const int columns : {2, 4}) run(all, {2 << 20, 256, 128, columns, 8, 0, 2}, large);
+  for (const int columns : {4, 8}) run(all, {4 << 20, 256, 128, columns, 8, 1, 2}, large);
+  for (const int64_t bytes : {16 << 20, 64 << 20}) {
+    for (const int producers : {1, 2}) {
+      run(all, {bytes, 256, 128, 8, 8, 1, producers}, large);
+      run(all, {bytes, 256, 128, 8, 8, 2, producers}, large);
+      for (const int per_piece : {1, 2, 4}) run(all, {bytes, 256, 128, 4, 16, per_piece, producers}, large);
+      run(all, {bytes, 256, 128, 4, 8, 2, producers}, large);
+      run(all, {bytes, 256, 128, 2, 16, 2, producers}, large);
+      run(all, {bytes, 256, 128, 2, 32, 2, producers}, large);
+      run(all, {bytes, 256, 64, 4, 16, 2, producers}, large);
+      run(all, {bytes, 256, 96, 4, 16, 2, producers}, large);
+    }
   }
-  shardsum::run(all, 64 << 10, 256, 8, 2, 1);
-  shardsum::run(all, 256 << 10, 256, 128, 1, 1);
-  for (const int columns : {1, 2, 8}) shardsum::run(all, 1 << 20, 256, 128, columns, 2);
-  for (const int columns : {2, 8}) shardsum::run(all, 2 << 20, 256, 128, columns, 2);
-  for (const int columns : {2, 8}) shardsum::run(all, 4 << 20, 256, 128, columns, 2);
-  for (const int64_t bytes : {16 << 20, 64 << 20})
-    for (const int blocks : {96, 128})
-      for (const int producers : {1, 2, 3}) shardsum::run(all, bytes, 256, blocks, 8, producers);
+#endif
 }

@@ -1,115 +1,48 @@
 // One collective in one launch: copy in, signal, wait, sum (or move) over peer memory. Protocol: docs/peer.md.
 #include <cuda_runtime.h>
 
+#include "peer_block.cuh"
+#include "peer_push.h"
 #include "peer_sum.cuh"
 
 namespace shardsum {
 namespace {
 
-constexpr int kPeerThreads = 256;
 constexpr int kSignalWarp = 0, kWaitWarp = 1, kTicketWarp = 2;  // roles between the first copy and the first read
 
 __device__ inline void producer_barrier(int warps) { asm volatile("bar.sync 1, %0;" ::"r"(warps * 32) : "memory"); }
 __device__ inline void reader_barrier(int warps) { asm volatile("bar.sync 2, %0;" ::"r"(warps * 32) : "memory"); }
 
-// ---- set-up -------------------------------------------------------------------------------------------------------
-__device__ __forceinline__ void describe(const PeerCall& c, Shared& s) {
-  if (threadIdx.x < c.num_sources) {
-    if (c.device_lengths == nullptr) s.held[threadIdx.x] = c.held[threadIdx.x];
-    else describe_from_device(c, threadIdx.x, s.held[threadIdx.x]);
-  }
-  if (threadIdx.x == 32) {
-    const uint64_t word = *reinterpret_cast<volatile uint64_t*>(c.control);  // {epoch, failed}
-    s.epoch = uint32_t(word) + 1;
-    s.dead = int(word >> 32);
-    s.zero_copy = 0;
-  }
-  __syncthreads();
-}
-
-// The last block to have read the epoch advances it; the next launch finds the new one.
-__device__ inline void take_ticket(const PeerCall& c, const Shared& s) {
-  uint32_t ticket;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(ticket) : "l"(&c.control->ticket) : "memory");
-  if (ticket == gridDim.x - 1) {
-    c.control->ticket = 0;
-    c.control->epoch = s.epoch;
-  }
-}
-
-// ---- signals and waits, each by one whole warp ----------------------------------------------------------------------
-__device__ __forceinline__ void send_rows(const PeerCall& c, const Shared& s) {
-  const int parity = parity_of(s.epoch);
-  fence_system();
-#pragma unroll 1
-  for (int g = lane_index(); g < c.num_processes; g += 32) {
-#pragma unroll 1
-    for (int i = 0; i < c.num_sources; ++i) {
-      RowFlag* flag = row_flag(c, g, parity, c.sources[i].rank);
-      const HeldRow& h = s.held[i];
-      store_flags(&flag->buffer, flag_word(s.epoch, h.buffer), flag_word(s.epoch, h.offset));
-      store_flags(&flag->length, flag_word(s.epoch, h.length), flag_word(s.epoch, h.start));
-    }
-  }
-}
-
-__device__ inline void send_stage(const PeerCall& c, const Shared& s, uint64_t StageFlag::* word, uint32_t value) {
-  fence_system();
-#pragma unroll 1
-  for (int g = lane_index(); g < c.num_processes; g += 32)
-    store_flag(&(stage_flag(c, g, parity_of(s.epoch), c.process)->*word), flag_word(s.epoch, value));
-}
-
+// ---- row flags, by one warp
+// ------------------------------------------------------------------------------------------
 __device__ __forceinline__ void await_rows(const PeerCall& c, Shared& s) {
   const int parity = parity_of(s.epoch);
 #pragma unroll 1
   for (int r = lane_index(); r < c.num_ranks; r += 32) {
-    const RowFlag* flag = row_flag(c, c.process, parity, r);
+    const RowFlag* flag = row_flag(c, c.process, parity, blockIdx.x, r);
     const int owner = c.owner[r], slot = c.slot[r];
-    const bool direct = owner == c.process && s.held[slot].direct;
+    const bool direct = owner == c.process && c.held[slot].direct;
     const char* staged = c.base[owner] + c.staging_at + parity * c.staging_bytes + slot * c.row_bytes;
-    uint64_t length, start, buffer, offset;
-    const bool came = await(c, owner, s.epoch, &s.dead, [&] {
-      load_flags(&flag->buffer, buffer, offset);
-      acquire_flags(&flag->length, length, start);
-      return is_of(length, s.epoch) && is_of(start, s.epoch) && is_of(buffer, s.epoch) && is_of(offset, s.epoch);
-    });
-    if (!came) continue;
-    const Range range = chunk_range(c, uint32_t(start), uint32_t(length));
-    const char* origin = direct ? s.held[slot].origin : staged - (range.begin * c.in_bytes & ~int64_t(15));
-    if (uint32_t(buffer) != 0) {
-      if (!direct) origin = c.buffers[(uint32_t(buffer) - 1) * c.num_processes + owner] +
-                            int64_t(uint32_t(offset)) * 16 - uint32_t(start) * c.width * c.in_bytes;
+    RowFlag came;
+    if (!await_row(c, s, owner, flag, came)) continue;
+    const uint32_t start = uint32_t(came.start), buffer = uint32_t(came.buffer);
+    const Range range = chunk_range(c, start, uint32_t(came.length));
+    const char* origin = direct ? c.held[slot].origin : staged - (range.begin * c.in_bytes & ~int64_t(15));
+    if (buffer != 0) {
+      if (!direct)
+        origin = c.buffers[(buffer - 1) * c.num_processes + owner] + int64_t(uint32_t(came.offset)) * 16 -
+                 start * c.width * c.in_bytes;
       atomicOr(&s.zero_copy, 1ull << owner);
     }
     s.rows[r] = {origin, range};
   }
 }
 
-// Every process has come to at least `value`; `known` is the least that this warp has seen.
-__device__ inline bool await_stage(const PeerCall& c, Shared& s, uint64_t StageFlag::* word, uint32_t value,
-                                   uint32_t& known) {
-  if (known >= value) return true;
-  uint32_t least = 0xffffffffu;
-  bool all = true;
-  for (int g = lane_index(); g < c.num_processes; g += 32) {
-    const uint64_t* flag = &(stage_flag(c, c.process, parity_of(s.epoch), g)->*word);
-    uint64_t seen = 0;
-    all &= await(c, g, s.epoch, &s.dead, [&] {
-      seen = acquire_flag(flag);
-      return is_of(seen, s.epoch) && uint32_t(seen) >= value;
-    });
-    least = min(least, uint32_t(seen));
-  }
-  known = __reduce_min_sync(kFullWarp, least);
-  return __all_sync(kFullWarp, all);
-}
-
 // ---- pieces -------------------------------------------------------------------------------------------------------
 __device__ __forceinline__ void produce_rest(const PeerCall& c, const Shared& s) {
 #pragma unroll 1
   for (int piece = 1; piece < c.num_pieces; ++piece) {
-    const bool copied = copy_piece(c, s, piece, {warp_index(), c.producer_warps});
+    const bool copied = copy_piece(c, parity_of(s.epoch), piece, {warp_index(), c.producer_warps});
     if (!copied && piece + 1 < c.num_pieces) continue;
     producer_barrier(c.producer_warps);
     if (warp_index() == 0) send_stage(c, s, &StageFlag::staged, piece + 1);
@@ -127,8 +60,8 @@ __device__ __forceinline__ Stretch stretch_of(const PeerCall& c, int piece, int 
   const int j = int(w * c.part_reciprocal >> 32);  // w / part_stretches
   Stretch x;
   x.tile = tile_of(c, piece, j);
-  x.first = c.chunk_begin + x.tile * c.tile_elements +
-            ((part - j) * c.part_stretches + w) * int64_t(c.stretch_elements);
+  x.first =
+      c.chunk_begin + x.tile * c.tile_elements + ((part - j) * c.part_stretches + w) * int64_t(c.stretch_elements);
   x.lo = max(x.first, begin);
   x.hi = min(min(x.first + c.stretch_elements, end), c.chunk_end);
   return x;
@@ -149,8 +82,8 @@ __device__ __forceinline__ bool sum_one(const PeerCall& c, Shared& s, ActiveRow*
   const Stretch x = stretch_of(c, piece, w, c.two_shot ? c.process : 0, begin, output.end * c.width);
   if (x.lo >= x.hi) return true;
   if (!await_stage(c, s, &StageFlag::staged, piece + 1, known)) return false;
-  char* origin = c.two_shot ? reduced_origin(c, s, c.process, x.tile)
-                            : static_cast<char*>(output.data) - begin * c.out_bytes;
+  char* origin =
+      c.two_shot ? reduced_origin(c, s, c.process, x.tile) : static_cast<char*>(output.data) - begin * c.out_bytes;
   run_stretch(c, s, list, x.first, int(x.lo - x.first), int(x.hi - x.first), origin + x.first * c.out_bytes);
   return true;
 }
@@ -209,36 +142,19 @@ __device__ __forceinline__ void release_zero_copy(const PeerCall& c, Shared& s) 
   if (warp_index() == kWaitWarp && (s.zero_copy >> c.process & 1)) await_stage(c, s, &StageFlag::done, 1, known);
 }
 
-// NaN in every float dtype, -1 in int64.
-__device__ __noinline__ void fill_invalid(const PeerCall& c) {
-  for (int q = 0; q < c.num_outputs; ++q) {
-    char* out = static_cast<char*>(c.outputs[q].data);
-    const int64_t begin = c.outputs[q].begin * c.width, end = c.outputs[q].end * c.width;
-    for (int64_t tile = blockIdx.x; tile < num_tiles(c); tile += c.num_blocks) {
-      const Range part = clip(tile_range(c, tile), begin, end);
-      const int64_t last = (part.end - begin) * c.out_bytes;
-      for (int64_t i = (part.begin - begin) * c.out_bytes + threadIdx.x; i < last; i += blockDim.x) out[i] = char(0xff);
-    }
-  }
-}
-
-__global__ void __launch_bounds__(kPeerThreads, 2) peer_kernel(const __grid_constant__ PeerCall c) {
+__global__ void __launch_bounds__(kPeerThreads, 2) peer_kernel(const __grid_constant__ PeerCall argument) {
   __shared__ Shared s;
   extern __shared__ ActiveRow lists[];
   const int warp = warp_index(), warps = blockDim.x / 32;
   SHARDSUM_PEER_POINT(0, 6);
-  describe(c, s);
-  if (s.dead) {
-    if (threadIdx.x == 0) take_ticket(c, s);
-    fill_invalid(c);
-    return;
-  }
+  const PeerCall& c = s.call;
+  if (set_up(argument, s)) return leave(c, s);
 #if SHARDSUM_PEER_MUTANT == 2
   if (warp == kSignalWarp) send_rows(c, s);
   __syncthreads();
 #endif
   SHARDSUM_PEER_POINT(s.epoch, 0);
-  copy_piece(c, s, 0, {warp, warps});
+  copy_piece(c, parity_of(s.epoch), 0, {warp, warps});
   __syncthreads();
   SHARDSUM_PEER_POINT(s.epoch, 1);
   const bool produces = c.stages && c.num_pieces > 1;
@@ -276,6 +192,7 @@ __global__ void __launch_bounds__(kPeerThreads, 2) peer_kernel(const __grid_cons
 }  // namespace
 
 int peer_launch(PeerCall& call, void* stream) {
+  call.own_abort = reinterpret_cast<const uint64_t*>(call.base[call.process] + call.abort_at);
   call.kind = kind_of(call);
   if (call.kind < 0) return cudaErrorInvalidValue;
   const int64_t per_piece = int64_t(call.num_blocks) * call.tiles_per_piece;
@@ -286,6 +203,7 @@ int peer_launch(PeerCall& call, void* stream) {
     for (int i = 0; i < call.num_sources; ++i)
       call.held[i] = describe_held(call, i, call.sources[i].start, call.sources[i].length);
   const size_t lists = call.num_threads / 32 * (call.num_ranks + kPeerBatch) * sizeof(ActiveRow);
+  if (call.push) return peer_push_launch(call, stream);
   peer_kernel<<<call.num_blocks, call.num_threads, lists, static_cast<cudaStream_t>(stream)>>>(call);
   return cudaGetLastError();
 }

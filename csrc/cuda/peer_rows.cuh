@@ -1,8 +1,8 @@
 // Where rows lie, and copying them: the block's table of sources and rows, the tile map, copies by whole warps.
 //
-// The staged part of a row starts at the 16-byte boundary of flat indices before its first element and is filled up with
-// zeros at both ends: every row is read in whole aligned vectors, whatever its bounds. Rows that are read where the
-// caller put them are those whose address and bounds are multiples of 16 bytes as they are.
+// The staged part of a row starts at the 16-byte boundary of flat indices before its first element and is filled up
+// with zeros at both ends: every row is read in whole aligned vectors, whatever its bounds. Rows that are read where
+// the caller put them are those whose address and bounds are multiples of 16 bytes as they are.
 #pragma once
 #include "arith.cuh"
 #include "peer_signal.cuh"
@@ -28,14 +28,6 @@ __host__ __device__ inline Range clip(Range a, int64_t begin, int64_t end) {
 struct PeerRow {
   const char* origin;
   Range range;
-};
-
-struct Shared {
-  HeldRow held[kPeerMaxHosted];
-  PeerRow rows[kPeerMaxRanks];
-  unsigned long long zero_copy;  // bit g: process g has a row that is read where it lies
-  uint32_t epoch;
-  int dead;
 };
 
 // The elements of the chunk that `length` positions from `start` cover.
@@ -72,7 +64,7 @@ __device__ inline uint32_t clamped(const void* values, int i, bool index64, int6
 }
 
 // Source i with the bounds that the device holds.
-__device__ __noinline__ void describe_from_device(const PeerCall& c, int i, HeldRow& held) {
+static __device__ __noinline__ void describe_from_device(const PeerCall& c, int i, HeldRow& held) {
   const uint32_t start = c.device_starts == nullptr ? 0 : clamped(c.device_starts, i, c.index64, c.size);
   held = describe_held(c, i, start, clamped(c.device_lengths, i, c.index64, c.sources[i].capacity));
 }
@@ -163,7 +155,7 @@ __device__ __forceinline__ void copy_whole(char* to, const char* from, int count
 // Any bytes [lo, hi) between origins. kPeer: the source is aligned as the indices are. Else the destination is, and the
 // 16 bytes around lo and hi are filled up with zeros.
 template <bool kPeer>
-__device__ __noinline__ void copy_odd(char* to, const char* from, int64_t lo, int64_t hi, Worker worker) {
+static __device__ __noinline__ void copy_odd(char* to, const char* from, int64_t lo, int64_t hi, Worker worker) {
   const int lane = lane_index();
   const int64_t first = (lo + 15) & ~int64_t(15), last = hi & ~int64_t(15);
   if (worker.index == 0 && (first != lo || last != hi)) {
@@ -181,17 +173,19 @@ __device__ __noinline__ void copy_odd(char* to, const char* from, int64_t lo, in
 template <bool kPeer>
 __device__ __forceinline__ void copy_bytes(char* to, const char* from, int64_t lo, int64_t hi, Worker worker) {
   const uint64_t odd = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | lo | hi;
-  if (odd % 16 == 0) copy_whole<kPeer>(to + lo, from + lo, int(hi - lo), worker);
-  else copy_odd<kPeer>(to, from, lo, hi, worker);
+  if (odd % 16 == 0)
+    copy_whole<kPeer>(to + lo, from + lo, int(hi - lo), worker);
+  else
+    copy_odd<kPeer>(to, from, lo, hi, worker);
 }
 
 // Copies the block's tiles of one piece to staging. True if there was anything to copy (the same for every warp).
-__device__ __forceinline__ bool copy_piece(const PeerCall& c, const Shared& s, int piece, Worker worker) {
+__device__ __forceinline__ bool copy_piece(const PeerCall& c, int parity, int piece, Worker worker) {
   bool copied = false;
-  char* staging = c.base[c.process] + c.staging_at + parity_of(s.epoch) * c.staging_bytes;
+  char* staging = c.base[c.process] + c.staging_at + parity * c.staging_bytes;
 #pragma unroll 1
   for (int i = 0; i < c.num_sources; ++i) {
-    const HeldRow& h = s.held[i];
+    const HeldRow& h = c.held[i];
     if (h.copied_begin == h.copied_end) continue;
 #pragma unroll 1
     for (int j = 0; j < c.tiles_per_piece; ++j) {

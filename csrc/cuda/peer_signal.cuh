@@ -58,9 +58,8 @@ __device__ inline int parity_of(uint32_t epoch) {
 #endif
 }
 
-__device__ inline RowFlag* row_flag(const PeerCall& c, int process, int parity, int rank) {
-  return reinterpret_cast<RowFlag*>(c.base[process]) +
-         (int64_t(parity * c.max_blocks + int(blockIdx.x)) * c.flag_ranks + rank);
+__device__ inline RowFlag* row_flag(const PeerCall& c, int process, int parity, int block, int rank) {
+  return reinterpret_cast<RowFlag*>(c.base[process]) + (int64_t(parity * c.max_blocks + block) * c.flag_ranks + rank);
 }
 __device__ inline StageFlag* stage_flag(const PeerCall& c, int process, int parity, int from) {
   return reinterpret_cast<StageFlag*>(c.base[process] + c.stages_at) +
@@ -82,8 +81,8 @@ __device__ inline uint64_t encode_abort(int reporter, int process, int block, ui
 }
 
 // Ends the group: the first to come records why, in host memory, and tells every peer.
-__device__ __noinline__ void give_up(const PeerCall& c, int kind, int process, int block, uint32_t epoch,
-                                     int reporter) {
+static __device__ __noinline__ void give_up(const PeerCall& c, int kind, int process, int block, uint32_t epoch,
+                                            int reporter) {
   if (atomicCAS(&c.control->failed, 0u, 1u) != 0) return;
   volatile PeerFailure* f = c.failure;
   f->process = process;
@@ -105,8 +104,8 @@ __device__ inline bool peer_gave_up(const PeerCall& c) {
 }
 
 // One look, now and then, at whether a wait for `process` since `since` is over.
-__device__ __noinline__ bool wait_is_over(const PeerCall& c, int process, uint32_t epoch, volatile int* dead,
-                                          uint64_t& since) {
+static __device__ __noinline__ bool wait_is_over(const PeerCall& c, int process, uint32_t epoch, volatile int* dead,
+                                                 uint64_t& since) {
   if (*dead) return true;
   const uint64_t now = now_ns();
   if (since == 0) since = now;

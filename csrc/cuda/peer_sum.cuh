@@ -1,6 +1,6 @@
 // What a warp does with one stretch of the output: sum the rows over it, or move their bytes.
 #pragma once
-#include "peer_rows.cuh"
+#include "peer_finish.cuh"
 
 namespace shardsum {
 
@@ -59,31 +59,6 @@ __device__ inline Raw<T> load_vector(const ActiveRow& row, int at) {
   return load_raw<T>(row.first + int64_t(at) * int(sizeof(T)));
 }
 
-// Divides, scales, rounds and stores the elements [lo, hi) of the stretch that the vector at `at` holds; e.out is where
-// the stretch's first element goes, which lies before the output where the output begins inside the stretch.
-template <typename T>
-__device__ __forceinline__ void finish_vector(const Epilogue& e, const ActiveRow* list, int n, int at, int lo, int hi,
-                                              acc_t<T> (&acc)[kVec<T>]) {
-  constexpr int V = kVec<T>;
-  int count[V];
-#pragma unroll
-  for (int j = 0; j < V; ++j) count[j] = 0;
-  if (e.mean) {
-#pragma unroll 1
-    for (int i = 0; i < n; ++i) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) count[j] += at + j >= list[i].lo && at + j < list[i].hi;
-    }
-  }
-  const int begin = max(at, lo), end = min(at + V, hi);
-#pragma unroll 1
-  for (int skip = begin - at; skip > 0; --skip) {  // an output that begins inside the vector
-#pragma unroll
-    for (int j = 0; j + 1 < V; ++j) acc[j] = acc[j + 1], count[j] = count[j + 1];
-  }
-  finish<acc_t<T>, V>(e, begin, end - begin, acc, count);
-}
-
 // Sums [lo, hi) of a stretch, one vector a lane at a time; the adds of one element are in rank order.
 template <typename T, int ROWS>
 __device__ __forceinline__ void sum_any(const Epilogue& e, const ActiveRow* list, int n, int columns, int lo, int hi) {
@@ -101,7 +76,13 @@ __device__ __forceinline__ void sum_any(const Epilogue& e, const ActiveRow* list
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) add_vector<T>(acc, raw[i]);
     }
-    if (at < hi && at + V > lo) finish_vector<T>(e, list, n, at, lo, hi, acc);
+    if (at >= hi || at + V <= lo) continue;
+    int count[V] = {};
+    if (e.mean) {
+#pragma unroll 1
+      for (int i = 0; i < n; ++i) count_vector<V>(count, at, list[i].lo, list[i].hi);
+    }
+    finish_part<acc_t<T>, V>(e, at, lo, hi, acc, count);
   }
 }
 
@@ -145,6 +126,7 @@ __device__ __forceinline__ void sum_stretch(const PeerCall& c, const ActiveRow* 
     if ((n == 1 || n == 2) && e.plain && reinterpret_cast<uintptr_t>(out) % 16 == 0 && lo == 0 &&
         hi == c.stretch_elements && covers(list[0], hi) && (n == 1 || covers(list[1], hi))) {
       if (c.warp_columns == 8) return sum_two<T, Out, 8>(to, list, n);
+      if (c.warp_columns == 4) return sum_two<T, Out, 4>(to, list, n);
       if (c.warp_columns == 2) return sum_two<T, Out, 2>(to, list, n);
       if (c.warp_columns == 1) return sum_two<T, Out, 1>(to, list, n);
     }
@@ -160,47 +142,19 @@ __device__ inline void move_stretch(const ActiveRow* list, int n, int64_t first,
     copy_bytes<true>(out - first, list[i].first - first, first + list[i].lo, first + list[i].hi, {0, 1});
 }
 
-// F(index, T, Out, in, out): the pairs of dtypes that have a sum.
-#define SHARDSUM_PEER_KINDS(F)                          \
-  F(0, __nv_bfloat16, __nv_bfloat16, kBFloat16, kBFloat16) \
-  F(1, __nv_bfloat16, float, kBFloat16, kFloat32)          \
-  F(2, __nv_bfloat16, __half, kBFloat16, kFloat16)         \
-  F(3, __half, __half, kFloat16, kFloat16)                 \
-  F(4, __half, float, kFloat16, kFloat32)                  \
-  F(5, __half, __nv_bfloat16, kFloat16, kBFloat16)         \
-  F(6, float, float, kFloat32, kFloat32)                   \
-  F(7, float, __nv_bfloat16, kFloat32, kBFloat16)          \
-  F(8, float, __half, kFloat32, kFloat16)                  \
-  F(9, double, double, kFloat64, kFloat64)                 \
-  F(10, double, float, kFloat64, kFloat32)                 \
-  F(11, uint8_t, int64_t, kUInt8, kInt64)                  \
-  F(12, int8_t, int64_t, kInt8, kInt64)                    \
-  F(13, int16_t, int64_t, kInt16, kInt64)                  \
-  F(14, int32_t, int64_t, kInt32, kInt64)                  \
-  F(15, int64_t, int64_t, kInt64, kInt64)                  \
-  F(16, Bool, int64_t, kBool, kInt64)
-
-constexpr int kMoveKind = 17;
-
-inline int kind_of(const PeerCall& c) {
-  if (c.move) return kMoveKind;
-#define SHARDSUM_FIND(index, T, Out, in, out) \
-  if (c.in_dtype == DType::in && c.out_dtype == DType::out) return index;
-  SHARDSUM_PEER_KINDS(SHARDSUM_FIND)
-#undef SHARDSUM_FIND
-  return -1;
-}
-
 // Elements [first + lo, first + hi) of the output; `out` is where element `first` would go.
 __device__ __forceinline__ void run_stretch(const PeerCall& c, const Shared& s, ActiveRow* list, int64_t first, int lo,
                                             int hi, char* out) {
   const int n = list_active(s, c.num_ranks, first, lo, hi, c.in_bytes, list);
   switch (c.kind) {
-#define SHARDSUM_SUM(index, T, Out, in, out_dtype) \
-  case index: sum_stretch<T, Out, DType::out_dtype>(c, list, n, lo, hi, out); break;
+#define SHARDSUM_SUM(index, T, Out, in, out_dtype)                  \
+  case index:                                                       \
+    sum_stretch<T, Out, DType::out_dtype>(c, list, n, lo, hi, out); \
+    break;
     SHARDSUM_PEER_KINDS(SHARDSUM_SUM)
 #undef SHARDSUM_SUM
-    default: move_stretch(list, n, first, out);
+    default:
+      move_stretch(list, n, first, out);
   }
   __syncwarp();
 }

@@ -151,7 +151,8 @@ class PeerTransport:
             if theirs != settings[0][1]:
                 raise ValueError(f"peer transport: process 0 has {settings[0][1]}, process {process} has {theirs}")
         blocks = min(self.tuning.blocks, *(s[0] for s in settings))
-        return MemoryLayout(len(self.owners), self.world_size, blocks, hosted, staging_bytes)
+        limit = self.tuning.push_limit(self.world_size)
+        return MemoryLayout(len(self.owners), self.world_size, blocks, hosted, staging_bytes, limit)
 
     def _allocate_private(self) -> None:
         self._control = torch.zeros(4, dtype=torch.int32, device=self.device)
@@ -268,11 +269,12 @@ class PeerTransport:
         everything = (0, m.size)
         parts: list[Sequence[int]] = [
             (_PLAN_VERSION, 0, self._host.data_ptr(), shape.chunk),
-            (*codes, m.in_bytes, m.out_bytes, m.move, shape.two_shot, mean, scale is not None, scale_bits),
+            (*codes, m.in_bytes, m.out_bytes, m.move, shape.two_shot, shape.push, mean, scale is not None, scale_bits),
             (m.size, m.width),
             (t.tile, t.stretch, t.stretches_per_tile, t.columns, t.tiles_per_piece, t.blocks, at.max_blocks),
             (self.tuning.threads, self.tuning.producer_warps),
-            (at.stages_at, at.abort_at, at.staging_at, at.reduced_at, at.slots_bytes, at.row_bytes, at.reduced_bytes),
+            (at.stages_at, at.abort_at, at.staging_at, at.reduced_at, at.inbox_at),
+            (at.slots_bytes, at.row_bytes, at.reduced_bytes, at.inbox_row_bytes),
             (self._control.data_ptr(), self._failure.data_ptr(), self._table.data_ptr(), round(self.timeout * 1e9)),
             (at.num_ranks, len(plan.sources), self.world_size, self.rank, len(hosted), len(sinks)),
             self._memory.addresses,

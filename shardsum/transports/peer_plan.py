@@ -30,23 +30,34 @@ class Tuning:
         blocks: the most of a launch. Also limited by the smallest GPU's multiprocessors: half of what can be resident.
         producer_warps: warps of a block that copy in later pieces while the others read.
         small_bytes: rows up to this size are copied and signalled as one piece.
-        two_shot_bytes: by number of processes, how many bytes a two-shot must save on the busiest link to pay for its
-            second round of signals. Key 0 holds for every other number.
+        columns, stretches: vectors a lane, and stretches a tile, of larger rows; a tile is a piece.
+        two_shot_bytes: how many bytes a two-shot must save on the busiest link to pay for its second round of signals.
+        push_bytes: rows of a sum up to this size are pushed to the peers instead of being read by them.
+
+    The last two are tables by the number of processes; key 0 holds for every other number.
     """
 
     threads: int = 256
     blocks: int = 128
     producer_warps: int = 2
     small_bytes: int = 2 << 20
+    columns: int = 4
+    stretches: int = 16
     two_shot_bytes: Mapping[int, int] = field(default_factory=lambda: {0: 1_600_000})
+    push_bytes: Mapping[int, int] = field(
+        default_factory=lambda: {2: 256 << 10, 3: 128 << 10, 4: 128 << 10, 0: 64 << 10}
+    )
 
     def __post_init__(self) -> None:
         if self.threads % _WARP or not 96 <= self.threads <= 256:
             raise ValueError(f"threads: {self.threads} is not a multiple of 32 from 96 to 256")
         if not 1 <= self.producer_warps < self.threads // _WARP:
             raise ValueError(f"producer_warps: {self.producer_warps} of {self.threads // _WARP} leave no reader")
-        if 0 not in self.two_shot_bytes or not 1 <= self.blocks <= 255:
-            raise ValueError("two_shot_bytes needs the key 0, and blocks lie in 1..255")
+        if 0 not in self.two_shot_bytes or 0 not in self.push_bytes or not 1 <= self.blocks <= 255:
+            raise ValueError("two_shot_bytes and push_bytes need the key 0, and blocks lie in 1..255")
+
+    def push_limit(self, world_size: int) -> int:
+        return self.push_bytes.get(world_size, self.push_bytes[0])
 
     def pays_two_shot(self, world_size: int, saved_bytes: int) -> bool:
         return saved_bytes > self.two_shot_bytes.get(world_size, self.two_shot_bytes[0])
@@ -61,6 +72,7 @@ class MemoryLayout:
     max_blocks: int
     rows_per_process: int
     staging_bytes: int
+    push_limit: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -93,8 +105,17 @@ class MemoryLayout:
         return self.staging_at + 2 * self.slots_bytes
 
     @property
-    def total_bytes(self) -> int:
+    def inbox_at(self) -> int:
         return self.reduced_at + 2 * self.reduced_bytes
+
+    @property
+    def inbox_row_bytes(self) -> int:
+        """Every 4 bytes take a word of 8."""
+        return round_up(2 * self.push_limit, 1024)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.inbox_at + 2 * self.num_ranks * self.inbox_row_bytes
 
 
 @dataclass(frozen=True)
@@ -150,11 +171,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a message is launched: chunk by chunk (elements), each over the same tile map."""
+    """How a message is launched: chunk by chunk (elements), each over the same tile map; or pushed, in one launch."""
 
     tiles: TileMap
     chunk: int
     two_shot: bool
+    push: bool = False
 
     def launches(self, message: Message) -> int:
         return -(-message.size * message.width // self.chunk)
@@ -188,9 +210,12 @@ def needed(plan: ExchangePlan, source: int, interval: Interval) -> Interval:
 
 
 def choose_shape(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: bool | None = None) -> Shape:
-    """How to launch ``m``; ``two_shot`` forces one or two rounds of a replicated sum."""
+    """How to launch ``m``; ``two_shot`` forces one or two rounds of reading for a replicated sum."""
     if two_shot and (m.move or not m.replicated):
         raise ValueError("two_shot: only for a sum that every process gets")
+    if two_shot is None and not m.move and 0 < m.size * m.width * m.in_bytes <= layout.push_limit and m.in_bytes > 1:
+        total = m.size * m.width
+        return Shape(choose_tiles(m, total, 1, layout.max_blocks, tuning), total, False, True)
     if two_shot is None:
         saved = two_shot_saves(m, layout)
         two_shot = m.replicated and not m.move and tuning.pays_two_shot(layout.world_size, saved)
@@ -216,13 +241,13 @@ def choose_tiles(m: Message, chunk: int, parts: int, max_blocks: int, tuning: Tu
     """The tile map of a chunk; ``parts`` is the number of processes in a two-shot, else 1."""
     warps, extent_bytes = tuning.threads // _WARP, m.extent * m.width * m.in_bytes
     small = extent_bytes <= tuning.small_bytes
-    if small:  # all at once, by as many blocks as there is work for
+    columns, stretches = tuning.columns, tuning.stretches
+    if small:  # as many blocks as there is work for
         columns = 1 if extent_bytes <= min(tuning.blocks, max_blocks) * warps * _WARP * 16 else 2
-    else:  # as many bytes in flight as a lane can hold; pieces of one tile a block
-        columns = 8
+        stretches = warps
     vector = 16 // m.in_bytes if m.in_bytes > 1 or m.move else 8
     stretch = columns * _WARP * vector
-    stretches = round_up(warps, parts)
+    stretches = round_up(stretches, parts)
     tiles = -(-chunk // (stretch * stretches))
     blocks = min(tuning.blocks, max_blocks, tiles)
     return TileMap(stretch, stretches, columns, -(-tiles // blocks) if small else 1, blocks)

@@ -23,6 +23,7 @@ __device__ void random_delay(uint32_t epoch, int point);
 #include <vector>
 
 #include "../../csrc/cuda/peer.cu"
+#include "../../csrc/cuda/peer_push.cu"
 
 #define CHECK(call)                                                                         \
   do {                                                                                      \
@@ -58,6 +59,7 @@ int64_t pick(Random& random, int64_t lo, int64_t hi) { return lo + int64_t(rando
 constexpr int64_t kPoolBytes = 1 << 20;    // random input of one virtual rank
 constexpr int64_t kSlotBytes = 192 << 10;  // staging of one row
 constexpr int64_t kReducedBytes = 512 << 10;
+constexpr int64_t kInboxRowBytes = 2 * kSlotBytes;
 constexpr int64_t kBufferBytes = 256 << 10;  // zero-copy buffer of one virtual rank
 constexpr int64_t kOutBytes = 1 << 20;
 constexpr int kMaxBlocks = 16;
@@ -96,7 +98,7 @@ struct Placement {
 // One call, as all processes agree on it.
 struct Config {
   DType in, out;
-  bool move = false, two_shot = false, mean = false, scaled = false, device_lengths = false;
+  bool move = false, two_shot = false, push = false, mean = false, scaled = false, device_lengths = false;
   int64_t size = 0, width = 1;
   std::vector<int64_t> start, length, offset;     // by rank; offset of its data in the pool, in bytes
   std::vector<bool> zero_copy;                    // by rank
@@ -124,7 +126,7 @@ struct World {
   std::vector<uint8_t*> float_pools;
   std::vector<Config> configs;
   unsigned long long* wrong;  // [0] differing bytes, [1] first call
-  int64_t stages_at, abort_at, staging_at, reduced_at, staging_bytes;
+  int64_t stages_at, abort_at, staging_at, reduced_at, inbox_at, staging_bytes;
   std::vector<int> slot;
   int hosted = 0;  // most ranks on a process
 };
@@ -141,7 +143,8 @@ World make_world(const Placement& place, uint32_t first_epoch) {
   w.staging_at = round_up(w.abort_at + 8, 256);
   w.staging_bytes = w.hosted * kSlotBytes;
   w.reduced_at = w.staging_at + 2 * w.staging_bytes;
-  const int64_t total = w.reduced_at + 2 * kReducedBytes;
+  w.inbox_at = w.reduced_at + 2 * kReducedBytes;
+  const int64_t total = w.inbox_at + 2 * place.ranks * kInboxRowBytes;
   for (int g = 0; g < place.processes; ++g) {
     Process p{};
     CHECK(cudaStreamCreateWithFlags(&p.stream, cudaStreamNonBlocking));
@@ -207,6 +210,8 @@ Config make_config(const World& w, Random& random) {
   const int64_t most = std::min<int64_t>(pick(random, 0, 3) ? 4096 : 24000, kSlotBytes / in_bytes / 2);
   c.size = std::max<int64_t>(1, pick(random, 1, most) / c.width);
   c.two_shot = !c.move && pick(random, 0, 2) == 0;
+  c.push = !c.move && in_bytes > 1 && pick(random, 0, 2) == 0;
+  c.two_shot &= !c.push;
   c.mean = !integer && !c.move && pick(random, 0, 3) == 0;
   c.scaled = !integer && !c.move && pick(random, 0, 3) == 0;
   c.device_lengths = pick(random, 0, 2) == 0;
@@ -237,7 +242,7 @@ Config make_config(const World& w, Random& random) {
   c.blocks = int(std::min<int64_t>(blocks[pick(random, 0, 3)], (c.size * c.width + tile - 1) / tile));
   c.threads = pick(random, 0, 1) ? 256 : 128;
   c.producers = int(pick(random, 1, 2));
-  c.chunk_elements = pick(random, 0, 3) ? c.size * c.width : round_up((c.size * c.width + 1) / 2, 16);
+  c.chunk_elements = c.push || pick(random, 0, 3) ? c.size * c.width : round_up((c.size * c.width + 1) / 2, 16);
   // What the emulation says of the whole range; each process has its part.
   const int64_t flat = c.size * c.width;
   CHECK(cudaMalloc(&c.expected, flat * out_bytes + 16));
@@ -272,7 +277,8 @@ PeerCall describe(const World& w, const Config& c, int g, int64_t timeout_ns) {
   const Process& p = w.processes[g];
   call.num_ranks = call.flag_ranks = R, call.num_processes = G, call.process = g;
   call.in_dtype = c.in, call.out_dtype = c.out;
-  call.move = c.move, call.two_shot = c.two_shot, call.mean = c.mean, call.has_scale = c.scaled, call.scale = 1.0 / 3;
+  call.move = c.move, call.two_shot = c.two_shot, call.push = c.push, call.mean = c.mean, call.has_scale = c.scaled,
+  call.scale = 1.0 / 3;
   call.size = c.size, call.width = c.width;
   call.in_bytes = int(dtype_bytes(c.in)), call.out_bytes = int(dtype_bytes(c.out));
   const int vector = c.move ? 16 : call.in_bytes == 1 ? 8 : 16 / call.in_bytes;
@@ -286,7 +292,7 @@ PeerCall describe(const World& w, const Config& c, int g, int64_t timeout_ns) {
   for (int q = 0; q < G; ++q) call.base[q] = w.processes[q].block;
   call.stages_at = w.stages_at, call.abort_at = w.abort_at, call.staging_at = w.staging_at;
   call.reduced_at = w.reduced_at, call.staging_bytes = w.staging_bytes, call.row_bytes = kSlotBytes;
-  call.reduced_bytes = kReducedBytes;
+  call.reduced_bytes = kReducedBytes, call.inbox_at = w.inbox_at, call.inbox_row_bytes = kInboxRowBytes;
   for (int r = 0; r < R; ++r) call.owner[r] = uint8_t(w.place.owner[r]), call.slot[r] = uint8_t(w.slot[r]);
   call.control = p.control, call.failure = p.failure, call.buffers = p.buffers, call.timeout_ns = timeout_ns;
   int first = 0;
@@ -378,13 +384,13 @@ bool stress(const Placement& place, int64_t calls, uint64_t seed) {
 }
 
 // Process G-1 does not come; it does later, when the others have given up.
-bool absent_peer(const Placement& place) {
+bool absent_peer(const Placement& place, bool push) {
   Random random(3);
   World w = make_world(place, 0);
   Config c;
   do c = make_config(w, random);
   while (c.move || c.size * c.width * dtype_bytes(c.out) < 4096 || c.outs[0].second - c.outs[0].first != c.size ||
-         c.chunk_elements != c.size * c.width);
+         c.chunk_elements != c.size * c.width || c.push != push);
   std::fill(c.zero_copy.begin(), c.zero_copy.end(), false);
   const int last = place.processes - 1;
   const int64_t bytes = c.size * c.width * dtype_bytes(c.out);
@@ -430,7 +436,7 @@ int main(int argc, char** argv) {
 #ifndef SHARDSUM_PEER_MUTANT
   good &= shardsum::stress(Placement{8, 4, {0, 1, 2, 3, 3, 2, 1, 0}}, calls / 4, seed + 2);
   good &= shardsum::stress(Placement{5, 2, {0, 0, 0, 1, 1}}, calls / 4, seed + 3);
-  good &= shardsum::absent_peer(Placement{4, 4, {0, 1, 2, 3}});
+  for (const bool push : {false, true}) good &= shardsum::absent_peer(Placement{4, 4, {0, 1, 2, 3}}, push);
 #endif
   std::printf(good ? "all equal\n" : "NOT equal\n");
   return good ? 0 : 1;

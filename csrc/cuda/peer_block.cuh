@@ -1,0 +1,128 @@
+// What every kernel over peer memory does at its beginning and end, and its signals and waits.
+#pragma once
+#include "peer_rows.cuh"
+
+namespace shardsum {
+
+constexpr int kPeerThreads = 256;
+
+struct Shared {
+  PeerCall call;
+  PeerRow rows[kPeerMaxRanks];
+  unsigned long long zero_copy;  // bit g: process g has a row that is read where it lies
+  uint32_t epoch;
+  int dead;
+};
+
+// Brings the call and the epoch to shared memory; true (for the whole block) if the group has failed. The call's own
+// address space is a constant cache, cold at every launch, that fetches one line at a time: here its lines come at
+// once.
+__device__ __forceinline__ bool set_up(const PeerCall& argument, Shared& s) {
+  bool failed = false;
+  if (threadIdx.x == 0) {
+    const uint64_t word = *reinterpret_cast<volatile uint64_t*>(argument.control);  // {epoch, failed}
+    failed = (word >> 32) != 0 || load_flag(argument.own_abort) != 0;
+    s.epoch = uint32_t(word) + 1;
+    s.dead = failed;
+    s.zero_copy = 0;
+  }
+  const uint4* from;
+  asm volatile("mov.u64 %0, %1;" : "=l"(from) : "l"(&argument));  // a generic address: not through that cache
+  uint4* to = reinterpret_cast<uint4*>(&s.call);
+  static_assert(sizeof(PeerCall) % sizeof(uint4) == 0);
+  for (int i = threadIdx.x; i < int(sizeof(PeerCall) / sizeof(uint4)); i += blockDim.x) to[i] = from[i];
+  failed = __syncthreads_or(failed);
+  if (failed || s.call.device_lengths == nullptr) return failed;
+  if (threadIdx.x < s.call.num_sources) describe_from_device(s.call, threadIdx.x, s.call.held[threadIdx.x]);
+  __syncthreads();
+  return false;
+}
+
+// The last block to have read the epoch advances it; the next launch finds the new one.
+__device__ inline void take_ticket(const PeerCall& c, const Shared& s) {
+  uint32_t ticket;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(ticket) : "l"(&c.control->ticket) : "memory");
+  if (ticket == gridDim.x - 1) {
+    c.control->ticket = 0;
+    c.control->epoch = s.epoch;
+  }
+}
+
+// By one warp: the flags of this process's rows, for this block of every process.
+__device__ __forceinline__ void send_rows(const PeerCall& c, const Shared& s) {
+  const int parity = parity_of(s.epoch);
+  fence_system();
+#pragma unroll 1
+  for (int g = lane_index(); g < c.num_processes; g += 32) {
+#pragma unroll 1
+    for (int i = 0; i < c.num_sources; ++i) {
+      RowFlag* flag = row_flag(c, g, parity, blockIdx.x, c.sources[i].rank);
+      const HeldRow& h = c.held[i];
+      store_flags(&flag->buffer, flag_word(s.epoch, h.buffer), flag_word(s.epoch, h.offset));
+      store_flags(&flag->length, flag_word(s.epoch, h.length), flag_word(s.epoch, h.start));
+    }
+  }
+}
+
+// One lane waits for the flag of a row of `owner`. False: the group has failed.
+__device__ __forceinline__ bool await_row(const PeerCall& c, Shared& s, int owner, const RowFlag* flag, RowFlag& came) {
+  return await(c, owner, s.epoch, &s.dead, [&] {
+    load_flags(&flag->buffer, came.buffer, came.offset);
+    acquire_flags(&flag->length, came.length, came.start);
+    return is_of(came.length, s.epoch) && is_of(came.start, s.epoch) && is_of(came.buffer, s.epoch) &&
+           is_of(came.offset, s.epoch);
+  });
+}
+
+// By one warp: this block of this process has come to `value`.
+__device__ inline void send_stage(const PeerCall& c, const Shared& s, uint64_t StageFlag::* word, uint32_t value) {
+  fence_system();
+#pragma unroll 1
+  for (int g = lane_index(); g < c.num_processes; g += 32)
+    store_flag(&(stage_flag(c, g, parity_of(s.epoch), c.process)->*word), flag_word(s.epoch, value));
+}
+
+// By one warp: every process has come to at least `value`; `known` is the least that this warp has seen. False: the
+// group has failed.
+__device__ inline bool await_stage(const PeerCall& c, Shared& s, uint64_t StageFlag::* word, uint32_t value,
+                                   uint32_t& known) {
+  if (known >= value) return true;
+  uint32_t least = 0xffffffffu;
+  bool all = true;
+#pragma unroll 1
+  for (int g = lane_index(); g < c.num_processes; g += 32) {
+    const uint64_t* flag = &(stage_flag(c, c.process, parity_of(s.epoch), g)->*word);
+    uint64_t seen = 0;
+    all &= await(c, g, s.epoch, &s.dead, [&] {
+      seen = acquire_flag(flag);
+      return is_of(seen, s.epoch) && uint32_t(seen) >= value;
+    });
+    least = min(least, uint32_t(seen));
+  }
+  known = __reduce_min_sync(kFullWarp, least);
+  return __all_sync(kFullWarp, all);
+}
+
+// The block's tiles of every output: NaN in every float dtype, -1 in int64.
+static __device__ __noinline__ void fill_invalid(const PeerCall& c) {
+  for (int q = 0; q < c.num_outputs; ++q) {
+    char* out = static_cast<char*>(c.outputs[q].data);
+    const int64_t begin = c.outputs[q].begin * c.width, end = c.outputs[q].end * c.width;
+    for (int64_t tile = blockIdx.x; tile < num_tiles(c); tile += c.num_blocks) {
+      const Range part = clip(tile_range(c, tile), begin, end);
+      const int64_t last = (part.end - begin) * c.out_bytes;
+      for (int64_t i = (part.begin - begin) * c.out_bytes + threadIdx.x; i < last; i += blockDim.x) out[i] = char(0xff);
+    }
+  }
+}
+
+// What a launch of a failed group does: no waiting, no reading.
+static __device__ __noinline__ void leave(const PeerCall& c, const Shared& s) {
+  if (threadIdx.x == 0) {
+    peer_gave_up(c);
+    take_ticket(c, s);
+  }
+  fill_invalid(c);
+}
+
+}  // namespace shardsum
