@@ -49,12 +49,12 @@ class Row:
 
 
 class Bench:
-    def __init__(self, sizes: Sequence[int], repeat: int) -> None:
+    def __init__(self, sizes: Sequence[int], repeat: int, tuning: Tuning) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device, self.sizes, self.repeat = torch.device("cuda", self.rank), sizes, repeat
         self.side = dist.new_group(backend="gloo")
         self.owners = tuple(range(self.world_size))
-        self.peer = PeerTransport(dist.group.WORLD, self.owners, self.device, timeout=20)
+        self.peer = PeerTransport(dist.group.WORLD, self.owners, self.device, timeout=20, tuning=tuning)
         self.rows: list[Row] = []
 
     # Timing
@@ -297,46 +297,42 @@ class Bench:
             positions = size // (2 * WIDTH)
             host = size <= 1 << 20
             for profile, shares in (("1.0", [1.0]), ("0.5 even", [0.5]), ("0.7, 0.3", [0.7, 0.3])):
-                if profile != "1.0" and not 1 << 20 <= size <= 64 << 20:
+                if profile != "1.0" and not 4 << 20 <= size <= 64 << 20:
                     continue
                 lengths = [int(positions * shares[r % len(shares)]) for r in range(self.world_size)]
-                self.ours(size, profile, lengths, "copy-in", None, host)
-                self.ours(size, profile, lengths, "zero-copy", None, host)
+                if size <= self.peer.layout.push_limit:
+                    self.ours(size, profile, lengths, "push", None, host)
+                    self.ours(size, profile, lengths, "copy-in", False, False)
+                else:
+                    self.ours(size, profile, lengths, "copy-in", None, host)
+                    self.ours(size, profile, lengths, "zero-copy", None, False)
                 if self.world_size > 2:
                     self.ours(size, profile, lengths, "one-shot", False, False)
                     self.ours(size, profile, lengths, "two-shot", True, False)
                 if profile == "1.0":
                     self.theirs(size, profile, lengths, host)
-            if 1 << 20 <= size <= 64 << 20:
+            if 4 << 20 <= size <= 64 << 20:
                 self.documents(size)
         return rate
 
     def sweep(self) -> None:
         """Times of ours over launch shapes."""
         self.zero_copy = self.peer.empty((max(self.sizes) // 2,), torch.bfloat16)
-        self.load_rate()
         for size in self.sizes:
             lengths = [size // (2 * WIDTH)] * self.world_size
-            for threads, blocks, producers, small in shapes(size):
-                self.peer.tuning = Tuning(threads, blocks, producers, small)
-                self.peer._calls.clear()
-                for variant in ("copy-in", "zero-copy"):
-                    self.ours(size, f"{threads}/{blocks}/{producers}/{small >> 10}", lengths, variant, None, False)
-
-
-def shapes(size: int) -> list[tuple[int, int, int, int]]:
-    """(threads, blocks, producer warps, small_bytes) worth trying at a size."""
-    if size <= 64 << 10:
-        return [(t, b, 1, 2 << 20) for t in (128, 256) for b in (8, 16, 32, 128)]
-    if size <= 1 << 20:
-        return [(t, b, 1, 2 << 20) for t in (128, 256) for b in (32, 64, 128)]
-    return [
-        (256, b, p, small)
-        for b in (32, 64, 96, 128)
-        for p in (1, 2, 3)
-        for small in ((1 << 20, 8 << 20) if size < 16 << 20 else (1 << 20,))
-        if not (small > size and p > 1)
-    ]
+            for blocks in (64, 96, 128):
+                for producers in (1, 2, 3):
+                    for columns, stretches in ((4, 8), (4, 16), (4, 32), (8, 8), (8, 16)):
+                        shape = dict(blocks=blocks, producer_warps=producers, columns=columns, stretches=stretches)
+                        self.peer.tuning = Tuning(**shape)
+                        self.peer._calls.clear()
+                        label = f"{blocks}/{producers}/{columns}/{stretches}"
+                        self.ours(size, label, lengths, "copy-in", None, False)
+        for size in (16 << 10, 64 << 10, 256 << 10):
+            self.peer.tuning = Tuning()
+            lengths = [size // (2 * WIDTH)] * self.world_size
+            self.ours(size, "1.0", lengths, "push", None, False)
+            self.ours(size, "1.0", lengths, "copy-in", False, False)
 
 
 def write(path: Path, bench: Bench, rate: float) -> None:
@@ -348,6 +344,7 @@ def write(path: Path, bench: Bench, rate: float) -> None:
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE"),
+        "tuning": repr(bench.peer.tuning),
         "load_rate_gbps": rate,
         "rows": [asdict(row) for row in bench.rows],
     }
@@ -361,11 +358,13 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--tuning", default="{}", help="fields of peer_plan.Tuning as a JSON object")
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     native.load()
-    bench = Bench(args.sizes, args.repeat)
+    tuning = Tuning(**json.loads(args.tuning))
+    bench = Bench(args.sizes, args.repeat, tuning)
     if bench.rank == 0:
         print(f"{'bytes':>10} {'profile':10} {'variant':28} {'us':>9} {'host':>7} {'GB/s':>8} {'wrong':>8}", flush=True)
     rate = 0.0

@@ -18,19 +18,31 @@ struct Shared {
 // address space is a constant cache, cold at every launch, that fetches one line at a time: here its lines come at
 // once.
 __device__ __forceinline__ bool set_up(const PeerCall& argument, Shared& s) {
+  constexpr int kPieces = sizeof(PeerCall) / sizeof(uint4), kLoads = (kPieces + 95) / 96;  // blocks have 96 threads
+  static_assert(sizeof(PeerCall) % sizeof(uint4) == 0);
+  const bool looks = threadIdx.x == 32;
+  uint64_t word = 0, aborted = 0;  // {epoch, failed}
+  if (looks) {
+    word = load_flag(reinterpret_cast<const uint64_t*>(argument.control));
+    aborted = load_flag(argument.own_abort);
+  }
+  const uint4* from;
+  asm volatile("mov.u64 %0, %1;" : "=l"(from) : "l"(&argument));  // a generic address: not through that cache
+  uint4 pieces[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i)
+    if (int(threadIdx.x + i * blockDim.x) < kPieces) pieces[i] = from[threadIdx.x + i * blockDim.x];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i)
+    if (int(threadIdx.x + i * blockDim.x) < kPieces)
+      reinterpret_cast<uint4*>(&s.call)[threadIdx.x + i * blockDim.x] = pieces[i];
   bool failed = false;
-  if (threadIdx.x == 0) {
-    const uint64_t word = *reinterpret_cast<volatile uint64_t*>(argument.control);  // {epoch, failed}
-    failed = (word >> 32) != 0 || load_flag(argument.own_abort) != 0;
+  if (looks) {
+    failed = (word >> 32) != 0 || aborted != 0;
     s.epoch = uint32_t(word) + 1;
     s.dead = failed;
     s.zero_copy = 0;
   }
-  const uint4* from;
-  asm volatile("mov.u64 %0, %1;" : "=l"(from) : "l"(&argument));  // a generic address: not through that cache
-  uint4* to = reinterpret_cast<uint4*>(&s.call);
-  static_assert(sizeof(PeerCall) % sizeof(uint4) == 0);
-  for (int i = threadIdx.x; i < int(sizeof(PeerCall) / sizeof(uint4)); i += blockDim.x) to[i] = from[i];
   failed = __syncthreads_or(failed);
   if (failed || s.call.device_lengths == nullptr) return failed;
   if (threadIdx.x < s.call.num_sources) describe_from_device(s.call, threadIdx.x, s.call.held[threadIdx.x]);
