@@ -216,15 +216,12 @@ int main() {
   for (const int columns : {2, 4}) run(all, {2 << 20, 256, 128, columns, 8, 0, 2}, large);
   for (const int columns : {4, 8}) run(all, {4 << 20, 256, 128, columns, 8, 1, 2}, large);
   for (const int64_t bytes : {16 << 20, 64 << 20}) {
-    for (const int producers : {1, 2}) {
-      run(all, {bytes, 256, 128, 8, 8, 1, producers}, large);
-      run(all, {bytes, 256, 128, 8, 8, 2, producers}, large);
-      for (const int per_piece : {1, 2, 4}) run(all, {bytes, 256, 128, 4, 16, per_piece, producers}, large);
-      run(all, {bytes, 256, 128, 4, 8, 2, producers}, large);
-      run(all, {bytes, 256, 128, 2, 16, 2, producers}, large);
-      run(all, {bytes, 256, 128, 2, 32, 2, producers}, large);
-      run(all, {bytes, 256, 64, 4, 16, 2, producers}, large);
-      run(all, {bytes, 256, 96, 4, 16, 2, producers}, large);
+    run(all, {bytes, 256, 128, 4, 16, 1, 2}, {kZeroCopy});
+    for (const int producers : {2, 3}) {
+      for (const int stretches : {8, 16, 32}) run(all, {bytes, 256, 128, 4, stretches, 1, producers}, {kCopyIn});
+      run(all, {bytes, 256, 128, 8, 8, 1, producers}, {kCopyIn});
+      run(all, {bytes, 256, 128, 8, 16, 1, producers}, {kCopyIn});
+      run(all, {bytes, 256, 96, 4, 16, 1, producers}, {kCopyIn});
     }
   }
 #endif
