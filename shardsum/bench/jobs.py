@@ -138,6 +138,7 @@ def _row(
         us=t.median * 1e6,
         us_20=t.p20 * 1e6,
         us_80=t.p80 * 1e6,
+        us_least=t.least * 1e6,
         gbps=useful / t.median / 1e9,
         percent=percent,
         wire_bytes=variant.wire_bytes,

@@ -28,7 +28,7 @@ class Row:
         variant: how it was computed.
         bytes: useful ones. Local sums: valid elements read once and the output written once. Collectives: the result
             on one process, as nccl-tests count.
-        us, us_20, us_80: microseconds a call, median and spread; on a GPU inside a CUDA graph.
+        us, us_20, us_80, us_least: microseconds a call, median, spread and least; on a GPU inside a CUDA graph.
         gbps: ``bytes`` over ``us``, in 1e9 bytes a second.
         percent: of this run's ceiling. Local sums: of a copy that reads half of ``bytes`` and writes half. Collectives:
             ``wire_bytes`` over ``us``, of the rate of the wire.
@@ -54,6 +54,7 @@ class Row:
     us: float
     us_20: float
     us_80: float
+    us_least: float
     gbps: float
     percent: float | None
     wire_bytes: int | None
