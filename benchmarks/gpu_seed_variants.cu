@@ -63,11 +63,20 @@ int launch_variant(int variant, const float* x, const bool* mask, const int* len
   Lengths l;
   for (int r = 0; r < kRows; ++r) l.of[r] = lengths[r];
   switch (variant) {
-    case 0: empty<<<1, 32, 0, stream>>>(); break;
-    case 1: mask_tensor<<<1, 32, 0, stream>>>(x, mask, out); break;
-    case 2: mask_constant<<<1, 32, 0, stream>>>(x, out); break;
-    case 3: mask_compiled<<<1, 32, 0, stream>>>(x, out); break;
-    default: lengths_arguments<<<1, 32, 0, stream>>>(x, l, out);
+    case 0:
+      empty<<<1, 32, 0, stream>>>();
+      break;
+    case 1:
+      mask_tensor<<<1, 32, 0, stream>>>(x, mask, out);
+      break;
+    case 2:
+      mask_constant<<<1, 32, 0, stream>>>(x, out);
+      break;
+    case 3:
+      mask_compiled<<<1, 32, 0, stream>>>(x, out);
+      break;
+    default:
+      lengths_arguments<<<1, 32, 0, stream>>>(x, l, out);
   }
   return cudaGetLastError();
 }

@@ -42,13 +42,16 @@ template <typename T>
 using acc_t = typename Accumulator<T>::type;
 
 template <typename T>
+constexpr bool accumulates_in_float_v = std::is_same_v<acc_t<T>, float>;
+
+template <typename T>
 constexpr int kVec = sizeof(T) > 1 ? 16 / int(sizeof(T)) : 8;
 template <typename T>
-constexpr int kVecBytes = kVec<T>* int(sizeof(T));
+constexpr int kVecBytes = kVec<T> * int(sizeof(T));
 
 // The bits of one vector.
 template <typename T>
-struct Raw {
+struct alignas(kVecBytes<T>) Raw {
   uint32_t w[kVecBytes<T> / 4];
 };
 
@@ -150,11 +153,94 @@ __device__ inline Raw<T> load_any(const void* vector, int lo, int hi) {
   return load_part<T>(vector, lo, hi);
 }
 
+// One element, or zero. Predicated, not branched around: the loads of several rows overlap.
+template <typename T>
+__device__ inline T load_element(const T* p, bool valid) {
+  T value;
+  if constexpr (sizeof(T) == 8) {
+    uint64_t bits;
+    asm("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\tmov.b64 %0, 0;\n\t@p ld.global.nc.b64 %0, [%1];\n\t}"
+        : "=&l"(bits)
+        : "l"(p), "r"(int(valid)));
+    memcpy(&value, &bits, sizeof(T));
+  } else if constexpr (sizeof(T) == 4) {
+    uint32_t bits;
+    asm("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\tmov.b32 %0, 0;\n\t@p ld.global.nc.b32 %0, [%1];\n\t}"
+        : "=&r"(bits)
+        : "l"(p), "r"(int(valid)));
+    memcpy(&value, &bits, sizeof(T));
+  } else {
+    uint16_t bits;
+    if constexpr (sizeof(T) == 2) {
+      asm("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\tmov.b16 %0, 0;\n\t@p ld.global.nc.b16 %0, [%1];\n\t}"
+          : "=&h"(bits)
+          : "l"(p), "r"(int(valid)));
+    } else {
+      asm("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\tmov.b16 %0, 0;\n\t@p ld.global.nc.b8 %0, [%1];\n\t}"
+          : "=&h"(bits)
+          : "l"(p), "r"(int(valid)));
+    }
+    memcpy(&value, &bits, sizeof(T));
+  }
+  return value;
+}
+
+// Asynchronous copies into this thread's own slot of shared memory: zeros where not valid. A thread waits only for its
+// own copies, and only its own copies write where it reads.
+template <typename T>
+__device__ inline void copy_async(Raw<T>* to, const void* from, bool valid) {
+  const auto slot = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  if constexpr (kVecBytes<T> == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(slot), "l"(from), "r"(valid ? 16 : 0)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(slot), "l"(from), "r"(valid ? 8 : 0) : "memory");
+  }
+}
+
+__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the last N groups have arrived.
+template <int N>
+__device__ inline void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+template <int kBytes>
+__device__ inline void copy_small(unsigned slot, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(slot), "l"(from), "n"(kBytes),
+               "r"(valid ? kBytes : 0)
+               : "memory");
+}
+
+// A vector of any alignment of which [lo, hi) is valid. Elements of four or more bytes stay asynchronous; narrower ones
+// do where the address is a multiple of four and the vector is whole.
+template <typename T>
+__device__ inline void copy_any(Raw<T>* to, const void* from, int lo, int hi) {
+  const auto slot = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  const auto address = reinterpret_cast<uintptr_t>(from);
+  const bool whole = lo <= 0 && hi >= kVec<T>, none = lo >= kVec<T> || hi <= 0;
+  const char* bytes = static_cast<const char*>(from);
+  if (none || (whole && address % kVecBytes<T> == 0)) {
+    copy_async(to, from, !none);
+  } else if constexpr (sizeof(T) >= 4) {
+#pragma unroll
+    for (int j = 0; j < kVec<T>; ++j)
+      copy_small<sizeof(T)>(slot + j * sizeof(T), bytes + j * sizeof(T), lo <= j && j < hi);
+  } else if (whole && address % 4 == 0) {
+#pragma unroll
+    for (int j = 0; j < kVecBytes<T> / 4; ++j) copy_small<4>(slot + j * 4, bytes + j * 4, true);
+  } else {
+    *to = load_part<T>(from, lo, hi);
+  }
+}
+
 // What happens to an accumulator after the last row, and where the result goes.
 struct Epilogue {
   void* out;
   DType out_dtype;
-  bool plain;  // none of the following
+  bool plain;   // none of the following
+  bool direct;  // plain, and in the rows' dtype
   bool mean, has_scale, accumulate;
   double scale;
   // Sums of several launches: accumulators and counts of contributions travel between them unrounded.
@@ -172,14 +258,19 @@ __device__ inline int64_t multiply(int64_t a, double) { return a; }
 
 template <typename Out>
 __device__ inline Out round_to(float v) {
-  if constexpr (sizeof(Out) == 4) return v;
-  else if constexpr (std::is_same_v<Out, __half>) return __float2half_rn(v);
-  else return __float2bfloat16_rn(v);
+  if constexpr (sizeof(Out) == 4)
+    return v;
+  else if constexpr (std::is_same_v<Out, __half>)
+    return __float2half_rn(v);
+  else
+    return __float2bfloat16_rn(v);
 }
 template <typename Out>
 __device__ inline Out round_to(double v) {
-  if constexpr (sizeof(Out) == 4) return __double2float_rn(v);
-  else return v;
+  if constexpr (sizeof(Out) == 4)
+    return __double2float_rn(v);
+  else
+    return v;
 }
 template <typename Out>
 __device__ inline Out round_to(int64_t v) {
@@ -198,8 +289,10 @@ __device__ inline void store_vector(Out* out, const A (&acc)[V]) {
   for (int b = 0; b < kBytes; b += kPiece) {
     char* to = reinterpret_cast<char*>(out) + b;
     const char* from = reinterpret_cast<const char*>(values) + b;
-    if constexpr (kPiece == 16) __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(from));
-    else __stcs(reinterpret_cast<uint2*>(to), *reinterpret_cast<const uint2*>(from));
+    if constexpr (kPiece == 16)
+      __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(from));
+    else
+      __stcs(reinterpret_cast<uint2*>(to), *reinterpret_cast<const uint2*>(from));
   }
 }
 
@@ -263,12 +356,17 @@ template <typename A, int V>
 __device__ inline void finish(const Epilogue& e, int64_t i, int num, A (&acc)[V], int (&count)[V]) {
   if (!e.plain && !combine(e, i, num, acc, count)) return;
   if constexpr (std::is_same_v<A, float>) {
-    if (e.out_dtype == DType::kFloat32) store<float>(e, i, num, acc);
-    else if (e.out_dtype == DType::kBFloat16) store<__nv_bfloat16>(e, i, num, acc);
-    else store<__half>(e, i, num, acc);
+    if (e.out_dtype == DType::kFloat32)
+      store<float>(e, i, num, acc);
+    else if (e.out_dtype == DType::kBFloat16)
+      store<__nv_bfloat16>(e, i, num, acc);
+    else
+      store<__half>(e, i, num, acc);
   } else if constexpr (std::is_same_v<A, double>) {
-    if (e.out_dtype == DType::kFloat64) store<double>(e, i, num, acc);
-    else store<float>(e, i, num, acc);
+    if (e.out_dtype == DType::kFloat64)
+      store<double>(e, i, num, acc);
+    else
+      store<float>(e, i, num, acc);
   } else {
     store<int64_t>(e, i, num, acc);
   }
@@ -283,26 +381,44 @@ struct Type {
 template <typename F>
 int dispatch(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::kFloat16: return f(Type<__half>{});
-    case DType::kBFloat16: return f(Type<__nv_bfloat16>{});
-    case DType::kFloat32: return f(Type<float>{});
-    case DType::kFloat64: return f(Type<double>{});
-    case DType::kUInt8: return f(Type<uint8_t>{});
-    case DType::kInt8: return f(Type<int8_t>{});
-    case DType::kInt16: return f(Type<int16_t>{});
-    case DType::kInt32: return f(Type<int32_t>{});
-    case DType::kInt64: return f(Type<int64_t>{});
-    case DType::kBool: return f(Type<Bool>{});
+    case DType::kFloat16:
+      return f(Type<__half>{});
+    case DType::kBFloat16:
+      return f(Type<__nv_bfloat16>{});
+    case DType::kFloat32:
+      return f(Type<float>{});
+    case DType::kFloat64:
+      return f(Type<double>{});
+    case DType::kUInt8:
+      return f(Type<uint8_t>{});
+    case DType::kInt8:
+      return f(Type<int8_t>{});
+    case DType::kInt16:
+      return f(Type<int16_t>{});
+    case DType::kInt32:
+      return f(Type<int32_t>{});
+    case DType::kInt64:
+      return f(Type<int64_t>{});
+    case DType::kBool:
+      return f(Type<Bool>{});
   }
   return 1;  // cudaErrorInvalidValue
 }
 
 inline int64_t dtype_bytes(DType t) {
   switch (t) {
-    case DType::kFloat16: case DType::kBFloat16: case DType::kInt16: return 2;
-    case DType::kFloat32: case DType::kInt32: return 4;
-    case DType::kFloat64: case DType::kInt64: return 8;
-    default: return 1;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+    case DType::kInt16:
+      return 2;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kFloat64:
+    case DType::kInt64:
+      return 8;
+    default:
+      return 1;
   }
 }
 

@@ -10,9 +10,6 @@ inline bool accumulates_in_float(DType t) {
   return t == DType::kFloat16 || t == DType::kBFloat16 || t == DType::kFloat32;
 }
 
-template <typename T>
-constexpr bool accumulates_in_float_v = std::is_same_v<acc_t<T>, float>;
-
 inline int64_t vector_elements(DType t) { return dtype_bytes(t) > 1 ? 16 / dtype_bytes(t) : 8; }
 
 inline bool is_multiple(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
@@ -32,10 +29,12 @@ inline Epilogue make_epilogue(const SumArgs& a, int64_t first = 0, void* workspa
   e.accumulate = a.finish.accumulate;
   e.scale = a.finish.scale;
   e.plain = !(e.mean || e.has_scale || e.accumulate);
+  e.direct = e.plain && a.in_dtype == a.out_dtype;
   if (workspace != nullptr) {
     const int64_t bytes = accumulates_in_float(a.in_dtype) ? 4 : 8;
     e.carry = static_cast<char*>(workspace) + first * bytes;
-    if (e.mean) e.carry_count = reinterpret_cast<int32_t*>(static_cast<char*>(workspace) + a.size * a.width * bytes) + first;
+    if (e.mean)
+      e.carry_count = reinterpret_cast<int32_t*>(static_cast<char*>(workspace) + a.size * a.width * bytes) + first;
   }
   return e;
 }

@@ -4,7 +4,8 @@
 
 namespace shardsum {
 
-int sum_masked_cuda(const SumArgs& a, const void* data, int64_t row_stride, const Mask& mask, void*, void* cuda_stream) {
+int sum_masked_cuda(const SumArgs& a, const void* data, int64_t row_stride, const Mask& mask, void*,
+                    void* cuda_stream) {
   const auto stream = static_cast<cudaStream_t>(cuda_stream);
   const int64_t total = a.size * a.width;
   if (total == 0) return 0;
@@ -17,9 +18,11 @@ int sum_masked_cuda(const SumArgs& a, const void* data, int64_t row_stride, cons
   p.num_rows = int(a.num_rows);
   p.size = a.size;
   p.width = a.width;
+  p.aligned = is_multiple(data, vec * bytes) && row_stride % vec == 0;
+  p.mask_words = is_multiple(mask.data, 4) && mask.stride % 4 == 0;
   const int64_t parts = (a.width / vec + 31) / 32;
-  const bool columns = a.width % vec == 0 && a.width >= 32 * vec && is_multiple(data, vec * bytes) &&
-                       row_stride % vec == 0 && is_multiple(a.out, 16) && a.size * parts < INT32_MAX;
+  const bool columns =
+      p.aligned && a.width % vec == 0 && a.width >= 32 * vec && is_multiple(a.out, 16) && a.size * parts < INT32_MAX;
   return dispatch(a.in_dtype, [&](auto type) -> int {
     using T = typename decltype(type)::type;
     const auto launch = [&](auto kernel, int64_t items, int per_block) -> int {
@@ -31,13 +34,11 @@ int sum_masked_cuda(const SumArgs& a, const void* data, int64_t row_stride, cons
         p.vectors_per_position = int(a.width / vec);
         p.columns_per_position = int(parts);
         p.num_columns = unsigned(a.size * parts);
-        constexpr int kPerBlock = kMaskedWarps * kColumns;
-        return is_plain(a) ? launch(masked_columns_kernel<T, true>, p.num_columns, kPerBlock)
-                           : launch(masked_columns_kernel<T, false>, p.num_columns, kPerBlock);
+        return launch(a.num_rows <= 32 ? masked_columns_kernel<T, uint32_t> : masked_columns_kernel<T, uint64_t>,
+                      p.num_columns, kMaskedWarps * kColumns);
       }
-      if (is_plain(a)) return launch(masked_vectors_kernel<T, true>, (total + vec - 1) / vec, kMaskedThreads);
     }
-    return launch(masked_vectors_kernel<T, false>, (total + vec - 1) / vec, kMaskedThreads);
+    return launch(masked_vectors_kernel<T>, (total + vec - 1) / vec, kMaskedThreads);
   });
 }
 

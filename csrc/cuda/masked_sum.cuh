@@ -1,8 +1,8 @@
 // The masked sum: x is (R, size, width), mask[r, p] selects position p of row r. Any R in one launch.
 //
 // masked_columns_kernel: wide positions of whole vectors. A column is up to 32 vectors of one position, a warp takes
-// kColumns of them. Lane r reads row r's mask, a ballot gives the rows that take part, and only those are loaded, in row
-// order, ROWS rows x COLS columns at a time: the fewer rows take part, the more columns are in flight.
+// kColumns of them. Each lane reads a row's mask, a ballot gives the rows that take part, and only those are loaded, in
+// row order, ROWS rows x COLS columns at a time: the fewer rows take part, the more columns are in flight.
 // masked_vectors_kernel: everything else. A thread owns one vector; it reads the masks of several rows, then those
 // vectors of which any element takes part.
 #pragma once
@@ -21,6 +21,8 @@ struct MaskedParams {
   Mask mask;
   int num_rows;
   int64_t size, width;
+  // masked_vectors_kernel: every vector of x is aligned; a row's mask bytes can be read four at a time
+  bool aligned, mask_words;
   // masked_columns_kernel
   int vectors_per_position, columns_per_position;
   unsigned num_columns;
@@ -36,31 +38,53 @@ struct Column {
   int64_t position;
   int64_t vector;  // of the output
   bool exists;     // this lane's vector does
+};
+
+__device__ inline int count_bits(uint32_t v) { return __popc(v); }
+__device__ inline int count_bits(uint64_t v) { return __popcll(v); }
+__device__ inline int first_bit(uint32_t v) { return __ffs(v) - 1; }
+__device__ inline int first_bit(uint64_t v) { return __ffsll(v) - 1; }
+
+// What this lane reads of a column's mask: whether rows r0 + lane, r0 + 32 + lane, ... take part.
+template <typename Rows>
+struct LaneMask {
+  static constexpr int kWords = sizeof(Rows) / 4;
+  bool takes_part[kWords];
+
+  __device__ LaneMask(const MaskedParams& p, const Column& column, int r0) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const int r = r0 + w * 32 + threadIdx.x % 32;
+      takes_part[w] = r < p.num_rows && column.position < p.size && mask_at(p.mask, r, column.position);
+    }
+  }
 
   // Bit r: row r0 + r takes part.
-  __device__ unsigned rows(const MaskedParams& p, int r0) const {
-    const int r = r0 + threadIdx.x % 32;
-    return __ballot_sync(0xffffffffu, r < p.num_rows && position < p.size && mask_at(p.mask, r, position));
+  __device__ Rows rows() const {
+    Rows bits = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) bits |= Rows(__ballot_sync(0xffffffffu, takes_part[w])) << (w * 32);
+    return bits;
   }
 };
 
-// The columns [0, COLS) with at most ROWS rows each, all below 32; or one column of any number of rows.
-template <typename T, bool kPlain, int ROWS, int COLS>
-__device__ inline void sum_columns(const MaskedParams& p, const Column* columns, const unsigned* rows) {
-  constexpr int V = kVec<T>;
-  Raw<T> raw[ROWS > 0 ? ROWS : 1][COLS];
+// The sums of COLS columns of at most ROWS rows each; or of one column of any number of rows.
+template <typename T, typename Rows, int ROWS, int COLS>
+__device__ inline void sum_columns(const MaskedParams& p, const Column* columns, const Rows* rows) {
+  constexpr int V = kVec<T>, kBits = int(sizeof(Rows)) * 8;
+  Raw<T> raw[ROWS][COLS];
   int hits[COLS];
-  unsigned left[COLS];
+  Rows left[COLS];
 #pragma unroll
-  for (int c = 0; c < COLS; ++c) hits[c] = __popc(left[c] = rows[c]);
+  for (int c = 0; c < COLS; ++c) hits[c] = count_bits(left[c] = rows[c]);
   const auto load_piece = [&](int r0) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
       for (int c = 0; c < COLS; ++c) {
-        const int r = __ffs(left[c]) - 1;
-        raw[i][c] = load_streaming<T>(p.data + (r0 + r) * p.row_bytes + columns[c].vector * kVecBytes<T>,
-                                      (left[c] != 0) & columns[c].exists);
+        raw[i][c] =
+            load_streaming<T>(p.data + (r0 + first_bit(left[c])) * p.row_bytes + columns[c].vector * kVecBytes<T>,
+                              (left[c] != 0) & columns[c].exists);
         left[c] &= left[c] - 1;
       }
     }
@@ -71,60 +95,65 @@ __device__ inline void sum_columns(const MaskedParams& p, const Column* columns,
     acc_t<T> acc[V] = {};
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) add_vector<T>(acc, raw[i][c]);
-    if constexpr (COLS == 1 && ROWS > 0) {
-      for (int r0 = 0;;) {
+    if constexpr (COLS == 1) {
+      for (int r0 = 0;; r0 += kBits) {
+        const LaneMask<Rows> next(p, columns[0], r0 + kBits);  // read while this group's loads are on their way
         while (left[0]) {
           load_piece(r0);
 #pragma unroll
           for (int i = 0; i < ROWS; ++i) add_vector<T>(acc, raw[i][0]);
         }
-        if ((r0 += 32) >= p.num_rows) break;
-        left[0] = columns[0].rows(p, r0);
-        hits[0] += __popc(left[0]);
+        if (r0 + kBits >= p.num_rows) break;
+        left[0] = next.rows();
+        hits[0] += count_bits(left[0]);
       }
     }
     if (!columns[c].exists) continue;
-    if constexpr (kPlain) {
-      store_vector(static_cast<T*>(p.epilogue.out) + columns[c].vector * V, acc);
+    const int64_t element = columns[c].vector * V;
+    if (p.epilogue.direct) {
+      store_vector(static_cast<T*>(p.epilogue.out) + element, acc);
     } else {
       int count[V];
 #pragma unroll
       for (int j = 0; j < V; ++j) count[j] = hits[c];
-      finish<acc_t<T>, V>(p.epilogue, columns[c].vector * V, V, acc, count);
+      finish<acc_t<T>, V>(p.epilogue, element, V, acc, count);
     }
   }
 }
 
-template <typename T, bool kPlain>
+// Rows: uint32_t for up to 32 rows, uint64_t for more.
+template <typename T, typename Rows>
 __global__ void __launch_bounds__(kMaskedThreads, 4) masked_columns_kernel(const __grid_constant__ MaskedParams p) {
   const unsigned first = (blockIdx.x * kMaskedWarps + threadIdx.x / 32) * kColumns;
   if (first >= p.num_columns) return;
   Column columns[kColumns];
-  unsigned rows[kColumns];
   unsigned position = first / p.columns_per_position;
   int part = first - position * p.columns_per_position;
-  int most = 0;
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
     const int vector = part * 32 + threadIdx.x % 32;
     columns[c] = {position, int64_t(position) * p.vectors_per_position + vector,
                   position < p.size && vector < p.vectors_per_position};
-    rows[c] = columns[c].rows(p, 0);
-    most = max(most, __popc(rows[c]));
     if (++part == p.columns_per_position) part = 0, ++position;
   }
-  if (most > 4 || p.num_rows > 32) {
+  const LaneMask<Rows> masks[kColumns] = {
+      {p, columns[0], 0}, {p, columns[1], 0}, {p, columns[2], 0}, {p, columns[3], 0}};
+  Rows rows[kColumns];
+  int most = 0;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) most = max(most, count_bits(rows[c] = masks[c].rows()));
+  if (most > 4 || p.num_rows > int(sizeof(Rows)) * 8) {
 #pragma unroll 1
     for (int c = 0; c < kColumns; ++c) {
-      sum_columns<T, kPlain, 8, 1>(p, columns, rows);
+      sum_columns<T, Rows, 8, 1>(p, columns, rows);
 #pragma unroll
       for (int i = 0; i + 1 < kColumns; ++i) columns[i] = columns[i + 1], rows[i] = rows[i + 1];
     }
   } else if (most > 2) {
-    sum_columns<T, kPlain, 4, 2>(p, columns, rows);
-    sum_columns<T, kPlain, 4, 2>(p, columns + 2, rows + 2);
+    sum_columns<T, Rows, 4, 2>(p, columns, rows);
+    sum_columns<T, Rows, 4, 2>(p, columns + 2, rows + 2);
   } else {
-    sum_columns<T, kPlain, 2, 4>(p, columns, rows);
+    sum_columns<T, Rows, 2, 4>(p, columns, rows);
   }
 }
 
@@ -132,6 +161,13 @@ __global__ void __launch_bounds__(kMaskedThreads, 4) masked_columns_kernel(const
 template <int V>
 struct Select {
   uint32_t w[(V + 3) / 4];
+
+  __device__ bool any() const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < (V + 3) / 4; ++i) bits |= w[i];
+    return bits != 0;
+  }
 };
 
 template <int V>
@@ -142,30 +178,59 @@ __device__ inline Select<V> select_bits(unsigned bits) {
   return s;
 }
 
-template <int V>
-__device__ inline Select<V> select_elements(const MaskedParams& p, int r, int64_t first, int64_t position, int64_t rest,
-                                            int num) {
-  const bool bits = p.mask.bits;
-  if (p.width == 1 && bits) {  // V divides 32: one word
-    const uint32_t word = static_cast<const uint32_t*>(p.mask.data)[r * p.mask.stride + (first >> 5)];
-    return select_bits<V>(word >> (first & 31) & ((1u << num) - 1));
-  }
-  if (p.width == 1 && V >= 4 && num == V) {
-    const uint8_t* bytes = static_cast<const uint8_t*>(p.mask.data) + r * p.mask.stride + first;
-    if (reinterpret_cast<uintptr_t>(bytes) % 4 == 0) {
-      Select<V> s;
+// Where a thread's vector lies: elements [first, first + num) from element `rest` of `position` on.
+struct Place {
+  int64_t first, position, rest;
+  int num;
+};
+
+// The selections of ROWS rows from r0 on (none past the last row); their loads overlap. Every branch is the same for
+// all threads but those with a partial vector.
+template <int V, int ROWS>
+__device__ inline void load_selects(const MaskedParams& p, int r0, const Place& at, Select<V> (&s)[ROWS]) {
+  const char* mask = static_cast<const char*>(p.mask.data);
+  if (p.width == 1 && p.mask.bits) {  // V divides 32: one word
+    const char* words = mask + (at.first >> 5) * 4;
+    uint32_t bits[ROWS];
 #pragma unroll
-      for (int i = 0; i < V / 4; ++i) s.w[i] = __vcmpne4(reinterpret_cast<const uint32_t*>(bytes)[i], 0);
-      return s;
+    for (int i = 0; i < ROWS; ++i)
+      bits[i] =
+          load_element(reinterpret_cast<const uint32_t*>(words + (r0 + i) * p.mask.stride * 4), r0 + i < p.num_rows);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) s[i] = select_bits<V>(bits[i] >> (at.first & 31) & ((1u << at.num) - 1));
+  } else if (V >= 4 && p.width == 1 && p.mask_words && at.num == V) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+      for (int w = 0; w < V / 4; ++w)
+        s[i].w[w] = load_element(reinterpret_cast<const uint32_t*>(mask + (r0 + i) * p.mask.stride + at.first) + w,
+                                 r0 + i < p.num_rows);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+      for (int w = 0; w < V / 4; ++w) s[i].w[w] = __vcmpne4(s[i].w[w], 0);
+  } else if (at.rest + at.num <= p.width) {  // one position: the byte that holds its byte or bit
+    const int shift = p.mask.bits ? at.position & 7 : 0;
+    const char* bytes = mask + (p.mask.bits ? at.position >> 3 : at.position);
+    const int64_t stride = p.mask.bits ? p.mask.stride * 4 : p.mask.stride;
+    const unsigned which = p.mask.bits ? 1 : 0xff;
+    uint8_t byte[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+      byte[i] = load_element(reinterpret_cast<const uint8_t*>(bytes + (r0 + i) * stride), r0 + i < p.num_rows);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) s[i] = select_bits<V>(byte[i] >> shift & which ? ~0u : 0u);
+  } else {
+    for (int i = 0; i < ROWS; ++i) {
+      unsigned bits = 0;
+      int64_t position = at.position, rest = at.rest;
+      for (int j = 0; j < at.num && r0 + i < p.num_rows; ++j) {
+        bits |= unsigned(mask_at(p.mask, r0 + i, position)) << j;
+        if (++rest == p.width) rest = 0, ++position;
+      }
+      s[i] = select_bits<V>(bits);
     }
   }
-  if (rest + num <= p.width) return select_bits<V>(mask_at(p.mask, r, position) ? ~0u : 0u);
-  unsigned selected = 0;
-  for (int j = 0; j < num; ++j) {
-    selected |= unsigned(mask_at(p.mask, r, position)) << j;
-    if (++rest == p.width) rest = 0, ++position;
-  }
-  return select_bits<V>(selected);
 }
 
 // Zeros where an element does not take part: adding them changes no bit.
@@ -173,47 +238,57 @@ template <typename T>
 __device__ inline void apply(Raw<T>& raw, const Select<kVec<T>>& s) {
 #pragma unroll
   for (int i = 0; i < kVecBytes<T> / 4; ++i) {
-    if constexpr (sizeof(T) == 1) raw.w[i] &= s.w[i];
-    else if constexpr (sizeof(T) == 2) raw.w[i] &= __byte_perm(s.w[i / 2], 0, i % 2 ? 0x3322 : 0x1100);
-    else if constexpr (sizeof(T) == 4) raw.w[i] &= __byte_perm(s.w[0], 0, 0x1111 * i);
-    else raw.w[i] &= __byte_perm(s.w[0], 0, 0x1111 * (i / 2));
+    if constexpr (sizeof(T) == 1)
+      raw.w[i] &= s.w[i];
+    else if constexpr (sizeof(T) == 2)
+      raw.w[i] &= __byte_perm(s.w[i / 2], 0, i % 2 ? 0x3322 : 0x1100);
+    else if constexpr (sizeof(T) == 4)
+      raw.w[i] &= __byte_perm(s.w[0], 0, 0x1111 * i);
+    else
+      raw.w[i] &= __byte_perm(s.w[0], 0, 0x1111 * (i / 2));
   }
 }
 
-template <typename T, bool kPlain>
-__global__ void __launch_bounds__(kMaskedThreads, 3) masked_vectors_kernel(const __grid_constant__ MaskedParams p) {
-  constexpr int V = kVec<T>, ROWS = kVecBytes<T> == 16 && V == 8 ? 4 : 8;
+template <typename T>
+__global__ void __launch_bounds__(kMaskedThreads, 4) masked_vectors_kernel(const __grid_constant__ MaskedParams p) {
+  constexpr int V = kVec<T>, ROWS = 4;
   const int64_t total = p.size * p.width;
-  const int64_t first = (int64_t(blockIdx.x) * kMaskedThreads + threadIdx.x) * V;
-  if (first >= total) return;
-  const int num = int(min(int64_t(V), total - first));
-  const int64_t position = p.width == 1 ? first : total >> 32 ? first / p.width : unsigned(first) / unsigned(p.width);
-  const int64_t rest = first - position * p.width;
+  Place at;
+  at.first = (int64_t(blockIdx.x) * kMaskedThreads + threadIdx.x) * V;
+  if (at.first >= total) return;
+  at.num = int(min(int64_t(V), total - at.first));
+  at.position = p.width == 1 ? at.first : total >> 32 ? at.first / p.width : unsigned(at.first) / unsigned(p.width);
+  at.rest = at.first - at.position * p.width;
+  // Whole sectors can be skipped only where a position fills one; else waiting for the mask would gain nothing.
+  const bool skip = p.width * int64_t(sizeof(T)) >= 32;
   acc_t<T> acc[V] = {};
   int count[V] = {};
   for (int r0 = 0; r0 < p.num_rows; r0 += ROWS) {
     Raw<T> raw[ROWS];
     Select<V> selected[ROWS];
+    load_selects<V, ROWS>(p, r0, at, selected);
+    const char* data = p.data + r0 * p.row_bytes + at.first * int64_t(sizeof(T));
+    bool load[ROWS];
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i)
-      selected[i] = r0 + i < p.num_rows ? select_elements<V>(p, r0 + i, first, position, rest, num) : Select<V>{};
+    for (int i = 0; i < ROWS; ++i) load[i] = skip ? selected[i].any() : r0 + i < p.num_rows;
+    if (p.aligned && at.num == V) {
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) raw[i] = load_streaming<T>(data + i * p.row_bytes, load[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) raw[i] = load_any<T>(data + i * p.row_bytes, 0, load[i] ? at.num : 0);
+    }
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-      bool any = false;
-#pragma unroll
-      for (int w = 0; w < (V + 3) / 4; ++w) any |= selected[i].w[w] != 0;
-      raw[i] = load_any<T>(p.data + (r0 + i) * p.row_bytes + first * int64_t(sizeof(T)), 0, any ? num : 0);
       apply(raw[i], selected[i]);
-      if (!kPlain && p.epilogue.mean) {
+      add_vector<T>(acc, raw[i]);
+      if (p.epilogue.mean) {
 #pragma unroll
         for (int j = 0; j < V; ++j) count[j] += selected[i].w[j / 4] >> (j % 4 * 8) & 1;
       }
     }
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) add_vector<T>(acc, raw[i]);
   }
-  if constexpr (kPlain) store<T>(p.epilogue, first, num, acc);
-  else finish<acc_t<T>, V>(p.epilogue, first, num, acc, count);
+  finish<acc_t<T>, V>(p.epilogue, at.first, at.num, acc, count);
 }
 
 }  // namespace shardsum

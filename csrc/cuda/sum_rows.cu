@@ -7,10 +7,10 @@
 namespace shardsum {
 namespace {
 
-// Up to these many bytes read and written, latency counts and not bandwidth (measured, docs/kernel.md).
-constexpr int64_t kFewRowsBytes = 4 << 20, kManyRowsBytes = 2 << 20;
-// With few rows, a thread per element up to these many elements, then one per vector.
-constexpr int64_t kElementThreads = 1 << 15;
+// Small outputs are bound by latency; where these kernels stop paying was measured (docs/kernel.md). Few rows: a thread
+// per element, later four, or per vector; many rows: up to so many elements.
+constexpr int64_t kOneElement = 1 << 10, kFourElements = 1 << 15, kFewElements = 1 << 18, kFewBytes = 8 << 20;
+constexpr int64_t kManyElements = 1 << 15;
 
 int64_t clip(int64_t value, int64_t last) { return std::min(std::max(value, int64_t(0)), last); }
 
@@ -20,17 +20,7 @@ RowRange clip_row(const Row& row, int64_t first, int64_t count, int64_t unit, in
   return {static_cast<const char*>(row.data) - begin * unit_bytes, int(clip(begin, count)), int(clip(end, count))};
 }
 
-// f(whole vectors?, plain?) with compile-time booleans; only dtypes that accumulate in float have those kernels.
-template <typename T, typename F>
-int with_variant(bool aligned, bool plain, F&& f) {
-  using std::false_type, std::true_type;
-  if constexpr (accumulates_in_float_v<T>) {
-    if (aligned) return plain ? f(true_type{}, true_type{}) : f(true_type{}, false_type{});
-  }
-  return f(false_type{}, false_type{});
-}
-
-template <typename T, bool kAligned, bool kPlain, int ROWS>
+template <typename T, bool kAligned, bool kPlain, int ROWS, int kItems = 1>
 int launch_few(const SumArgs& a, const Row* rows, cudaStream_t stream) {
   constexpr int kUnit = kAligned ? kVec<T> : 1;
   FewRowsParams<ROWS> p{};
@@ -43,79 +33,100 @@ int launch_few(const SumArgs& a, const Row* rows, cudaStream_t stream) {
     p.length[r] = row.end - row.begin;
     p.origin[r] = row.origin;
   }
-  const int threads = p.num_units <= 32 ? 32 : p.num_units <= 64 ? 64 : 128;
-  sum_few_rows_kernel<T, kAligned, kPlain, ROWS><<<(p.num_units + threads - 1) / threads, threads, 0, stream>>>(p);
+  const int threads = p.num_units <= 32 ? 32 : p.num_units <= 64 ? 64 : kFewThreads;
+  const int per_block = threads * kItems;
+  sum_few_rows_kernel<T, kAligned, kPlain, ROWS, kItems>
+      <<<(p.num_units + per_block - 1) / per_block, threads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+template <typename T, bool kAligned, int kItems>
+int launch_plain_few(const SumArgs& a, const Row* rows, cudaStream_t stream) {
+  if (a.num_rows <= 2) return launch_few<T, kAligned, true, 2, kItems>(a, rows, stream);
+  if (a.num_rows <= 4) return launch_few<T, kAligned, true, 4, kItems>(a, rows, stream);
+  return launch_few<T, kAligned, true, kFewRows, kItems>(a, rows, stream);
 }
 
 template <typename T>
 int sum_few(const SumArgs& a, const Row* rows, bool aligned, cudaStream_t stream) {
-  const bool plain = is_plain(a), few = a.num_rows <= 4;
   if constexpr (accumulates_in_float_v<T>) {
-    if (!aligned || a.size * a.width <= kElementThreads) {
-      if (plain) return few ? launch_few<T, false, true, 4>(a, rows, stream) : launch_few<T, false, true, 8>(a, rows, stream);
-    } else if (plain) {
-      return few ? launch_few<T, true, true, 4>(a, rows, stream) : launch_few<T, true, true, 8>(a, rows, stream);
-    } else {
-      return launch_few<T, true, false, 8>(a, rows, stream);
-    }
+    const int64_t total = a.size * a.width;
+    const bool vectors = aligned && total > kOneElement, plain = is_plain(a);
+    if (vectors)
+      return plain ? launch_plain_few<T, true, 1>(a, rows, stream)
+                   : launch_few<T, true, false, kFewRows>(a, rows, stream);
+    if (plain)
+      return total > kFourElements ? launch_plain_few<T, false, 4>(a, rows, stream)
+                                   : launch_plain_few<T, false, 1>(a, rows, stream);
   }
-  return launch_few<T, false, false, 8>(a, rows, stream);
+  return launch_few<T, false, false, kFewRows>(a, rows, stream);
 }
 
-template <typename T>
-int sum_many(const SumArgs& a, const Row* rows, cudaStream_t stream) {
+template <typename T, typename Fill>
+int sum_many(const SumArgs& a, cudaStream_t stream, Fill&& fill) {
   RowsParams p;
   p.epilogue = make_epilogue(a);
   p.num_units = int(a.size * a.width);
   p.num_rows = int(a.num_rows);
-  for (int r = 0; r < p.num_rows; ++r) p.rows[r] = clip_row(rows[r], 0, p.num_units, 1, sizeof(T));
-  sum_many_rows_kernel<T><<<(p.num_units + 31) / 32, kThreads, 0, stream>>>(p);
+  p.first_row = 0;
+  p.first_unit = 0;
+  p.size = a.size;
+  p.units_per_position = a.width;
+  p.device.lengths = nullptr;
+  fill(p, 1);
+  sum_many_rows_kernel<T><<<(p.num_units + 31) / 32, kManyThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
-template <typename T, bool kAligned, bool kPlain>
+template <typename T, bool kAligned>
 int launch_tiles(RowsParams& p, int num_sms, cudaStream_t stream) {
   constexpr int kUnitsPerCol = kThreads * (kAligned ? 1 : kVec<T>);
   // Several columns a thread keep loads in flight where few rows are valid; but there should be work for all blocks.
   const int64_t cols = (p.num_units + kUnitsPerCol - 1) / kUnitsPerCol, slots = int64_t(num_sms) * kBlocksPerSM;
   p.tile_cols = cols >= 2 * kMaxCols * slots ? kMaxCols : cols >= 4 * slots ? 2 : 1;
   const int64_t blocks = (cols + p.tile_cols - 1) / p.tile_cols;
-  sum_rows_kernel<T, kAligned, kPlain><<<unsigned(blocks), kThreads, 0, stream>>>(p);
+  sum_rows_kernel<T, kAligned><<<unsigned(blocks), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
-// Tiles of any size: the output in slices of kMaxUnits, the rows in groups of kMaxRows with their sums carried over.
-// fill(p, first row, elements per unit) writes the launch's rows.
+// The output in slices of kMaxUnits, the rows in groups of kMaxRows with their sums carried over.
+// fill(p, elements per unit) writes the launch's rows.
+template <typename T, bool kAligned, typename Fill>
+int sum_tiles(const SumArgs& a, void* workspace, int num_sms, cudaStream_t stream, Fill&& fill) {
+  constexpr int64_t kUnit = kAligned ? kVec<T> : 1;
+  const bool one_launch = a.num_rows <= kMaxRows;
+  const int64_t total = a.size * a.width / kUnit;
+  RowsParams p;
+  p.size = a.size;
+  p.units_per_position = a.width / kUnit;
+  p.device.lengths = nullptr;
+  for (p.first_unit = 0; p.first_unit < total; p.first_unit += kMaxUnits) {
+    p.num_units = int(std::min(total - p.first_unit, kMaxUnits));
+    p.epilogue = make_epilogue(a, p.first_unit * kUnit, workspace);
+    p.epilogue.plain = one_launch && p.epilogue.plain;
+    p.epilogue.direct = one_launch && p.epilogue.direct;
+    int64_t row = 0;
+    do {
+      p.first_row = int(row);
+      p.num_rows = int(std::min<int64_t>(a.num_rows - row, kMaxRows));
+      fill(p, kUnit);
+      p.epilogue.carry_in = row > 0;
+      row += p.num_rows;
+      p.epilogue.carry_out = row < a.num_rows;
+      if (const int error = launch_tiles<T, kAligned>(p, num_sms, stream)) return error;
+    } while (row < a.num_rows);
+  }
+  return 0;
+}
+
 template <typename T, typename Fill>
 int sum_tiles(const SumArgs& a, bool aligned, void* workspace, cudaStream_t stream, Fill&& fill) {
   int num_sms = 0;
   if (const cudaError_t e = count_sms(&num_sms)) return e;
-  const bool one_launch = a.num_rows <= kMaxRows;
-  return with_variant<T>(aligned, one_launch && is_plain(a), [&](auto is_aligned, auto plain) -> int {
-    constexpr int64_t kUnit = is_aligned ? kVec<T> : 1;
-    const int64_t total = a.size * a.width / kUnit;
-    RowsParams p;
-    p.size = a.size;
-    p.units_per_position = a.width / kUnit;
-    p.device.lengths = nullptr;
-    for (p.first_unit = 0; p.first_unit < total; p.first_unit += kMaxUnits) {
-      p.num_units = int(std::min(total - p.first_unit, kMaxUnits));
-      p.epilogue = make_epilogue(a, p.first_unit * kUnit, workspace);
-      int64_t row = 0;
-      do {
-        p.first_row = int(row);
-        p.num_rows = int(std::min<int64_t>(a.num_rows - row, kMaxRows));
-        fill(p, kUnit);
-        p.epilogue.carry_in = row > 0;
-        row += p.num_rows;
-        p.epilogue.carry_out = row < a.num_rows;
-        p.epilogue.plain = one_launch && p.epilogue.plain;
-        if (const int error = launch_tiles<T, is_aligned, plain>(p, num_sms, stream)) return error;
-      } while (row < a.num_rows);
-    }
-    return 0;
-  });
+  // Only dtypes that accumulate in fp32 have a kernel for whole vectors.
+  if constexpr (accumulates_in_float_v<T>)
+    if (aligned) return sum_tiles<T, true>(a, workspace, num_sms, stream, fill);
+  return sum_tiles<T, false>(a, workspace, num_sms, stream, fill);
 }
 
 }  // namespace
@@ -138,12 +149,15 @@ int sum_rows_cuda(const SumArgs& a, const Row* rows, void* workspace, void* cuda
   }
   return dispatch(a.in_dtype, [&](auto type) -> int {
     using T = typename decltype(type)::type;
-    if (a.num_rows <= kFewRows && moved <= kFewRowsBytes) return sum_few<T>(a, rows, aligned, stream);
-    if (a.num_rows <= kManyRows && moved <= kManyRowsBytes) return sum_many<T>(a, rows, stream);
-    return sum_tiles<T>(a, aligned, workspace, stream, [&](RowsParams& p, int64_t unit) {
+    const bool vectors = aligned && accumulates_in_float_v<T>;
+    if (a.num_rows <= kFewRows && (vectors ? moved <= kFewBytes : total <= kFewElements))
+      return sum_few<T>(a, rows, aligned, stream);
+    const auto fill = [&](RowsParams& p, int64_t unit) {
       for (int r = 0; r < p.num_rows; ++r)
         p.rows[r] = clip_row(rows[p.first_row + r], p.first_unit, p.num_units, unit, unit * bytes);
-    });
+    };
+    if (a.num_rows <= kManyRows && total <= kManyElements) return sum_many<T>(a, stream, fill);
+    return sum_tiles<T>(a, aligned, workspace, stream, fill);
   });
 }
 
@@ -154,8 +168,10 @@ int sum_device_rows_cuda(const SumArgs& a, const DeviceRows& d, void* workspace,
       a.width % vec == 0 && is_multiple(a.out, 16) && is_multiple(d.data, vec * bytes) && d.row_stride % vec == 0;
   return dispatch(a.in_dtype, [&](auto type) -> int {
     using T = typename decltype(type)::type;
-    return sum_tiles<T>(a, aligned, workspace, static_cast<cudaStream_t>(cuda_stream),
-                        [&](RowsParams& p, int64_t) { p.device = d; });
+    const auto stream = static_cast<cudaStream_t>(cuda_stream);
+    const auto fill = [&](RowsParams& p, int64_t) { p.device = d; };
+    if (a.num_rows <= kManyRows && a.size * a.width <= kManyElements) return sum_many<T>(a, stream, fill);
+    return sum_tiles<T>(a, aligned, workspace, stream, fill);
   });
 }
 

@@ -8,7 +8,8 @@
 
 namespace shardsum {
 
-constexpr int kFewRows = 8, kManyRows = 128;
+constexpr int kFewRows = 8, kFewThreads = 128;
+constexpr int kManyRows = 128, kManyThreads = 256;
 
 template <int ROWS>
 struct FewRowsParams {
@@ -19,59 +20,79 @@ struct FewRowsParams {
   Epilogue epilogue;
 };
 
-template <typename T, bool kAligned, bool kPlain, int ROWS>
-__global__ void __launch_bounds__(128, 1) sum_few_rows_kernel(const __grid_constant__ FewRowsParams<ROWS> p) {
+// kItems elements of a thread, a block's width apart.
+template <typename T, bool kAligned, bool kPlain, int ROWS, int kItems>
+__global__ void __launch_bounds__(kFewThreads, 1) sum_few_rows_kernel(const __grid_constant__ FewRowsParams<ROWS> p) {
+  static_assert(kItems == 1 || (kPlain && !kAligned));
   constexpr int V = kAligned ? kVec<T> : 1;
-  const unsigned unit = blockIdx.x * blockDim.x + threadIdx.x;
+  const unsigned unit = blockIdx.x * (blockDim.x * kItems) + threadIdx.x;
   if (unit >= unsigned(p.num_units)) return;
-  acc_t<T> acc[V] = {};
-  int count[V] = {};
   if constexpr (kAligned) {
+    acc_t<T> acc[V] = {};
     Raw<T> raw[ROWS];
+    int hits = 0;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const bool valid = unit - p.begin[r] < unsigned(p.length[r]);
       raw[r] = load_streaming<T>(p.origin[r] + uint64_t(unit) * kVecBytes<T>, valid);
-      if (!kPlain) count[0] += valid;
+      if (!kPlain) hits += valid;
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) add_vector<T>(acc, raw[r]);
+    if constexpr (kPlain) {
+      store_vector(static_cast<T*>(p.out) + uint64_t(unit) * V, acc);
+    } else {
+      int count[V];
 #pragma unroll
-    for (int j = 1; j < V; ++j) count[j] = count[0];
+      for (int j = 0; j < V; ++j) count[j] = hits;
+      finish<acc_t<T>, V>(p.epilogue, int64_t(unit) * V, V, acc, count);
+    }
   } else {
-    acc_t<T> value[ROWS];
+    T value[kItems][ROWS];
+    int count[1] = {};
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const bool valid = unit - p.begin[r] < unsigned(p.length[r]);
-      value[r] = valid ? to_acc(reinterpret_cast<const T*>(p.origin[r])[unit]) : acc_t<T>(0);
-      if (!kPlain) count[0] += valid;
+    for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const bool valid = unit + i * blockDim.x - p.begin[r] < unsigned(p.length[r]);
+        value[i][r] = load_element(reinterpret_cast<const T*>(p.origin[r]) + unit + i * blockDim.x, valid);
+        if (!kPlain) count[0] += valid;
+      }
     }
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) acc[0] = add(acc[0], value[r]);
+    for (int i = 0; i < kItems; ++i) {
+      const unsigned at = unit + i * blockDim.x;
+      acc_t<T> acc[1] = {};
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) acc[0] = add(acc[0], to_acc(value[i][r]));
+      if constexpr (!kPlain)
+        finish<acc_t<T>, 1>(p.epilogue, at, 1, acc, count);
+      else if (i == 0 || at < unsigned(p.num_units))
+        static_cast<T*>(p.out)[at] = round_to<T>(acc[0]);
+    }
   }
-  if constexpr (!kPlain) finish<acc_t<T>, V>(p.epilogue, int64_t(unit) * V, V, acc, count);
-  else if constexpr (kAligned) store_vector(static_cast<T*>(p.out) + uint64_t(unit) * V, acc);
-  else static_cast<T*>(p.out)[unit] = round_to<T>(acc[0]);
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) sum_many_rows_kernel(const __grid_constant__ RowsParams p) {
-  constexpr int kWarps = kThreads / 32, kInFlight = 8;
+__global__ void __launch_bounds__(kManyThreads, 1) sum_many_rows_kernel(const __grid_constant__ RowsParams p) {
+  constexpr int kWarps = kManyThreads / 32, kInFlight = 8;
   __shared__ acc_t<T> values[kManyRows][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int unit = blockIdx.x * 32 + lane;
-  for (int r0 = warp; r0 < p.num_rows; r0 += kWarps * kInFlight) {
-    acc_t<T> value[kInFlight];
+  const int per_warp = (p.num_rows + kWarps - 1) / kWarps;  // neighbours: their bounds share cache lines
+  const int end = min((warp + 1) * per_warp, p.num_rows);
+  for (int r0 = warp * per_warp; r0 < end; r0 += kInFlight) {
+    T value[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      const int r = r0 + i * kWarps;
-      value[i] = 0;
-      if (r < p.num_rows && p.rows[r].begin <= unit && unit < p.rows[r].end)
-        value[i] = to_acc(reinterpret_cast<const T*>(p.rows[r].origin)[unit]);
+      const int r = min(r0 + i, end - 1);
+      const RowBounds<T, int(sizeof(T))> row(p, r);
+      value[i] = load_element(reinterpret_cast<const T*>(row.origin(p, r)) + unit,
+                              r == r0 + i && row.begin <= unit && unit < row.end);
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i)
-      if (r0 + i * kWarps < p.num_rows) values[r0 + i * kWarps][lane] = value[i];
+      if (r0 + i < end) values[r0 + i][lane] = to_acc(value[i]);
   }
   __syncthreads();
   if (warp > 0 || unit >= p.num_units) return;
@@ -79,8 +100,18 @@ __global__ void __launch_bounds__(kThreads) sum_many_rows_kernel(const __grid_co
   int count[1] = {};
 #pragma unroll 16
   for (int r = 0; r < p.num_rows; ++r) acc[0] = add(acc[0], values[r][lane]);
-  if (p.epilogue.mean)
-    for (int r = 0; r < p.num_rows; ++r) count[0] += p.rows[r].begin <= unit && unit < p.rows[r].end;
+  if constexpr (accumulates_in_float_v<T>) {
+    if (p.epilogue.direct) {
+      static_cast<T*>(p.epilogue.out)[unit] = round_to<T>(acc[0]);
+      return;
+    }
+  }
+  if (p.epilogue.mean) {
+    for (int r = 0; r < p.num_rows; ++r) {
+      const RowBounds<T, int(sizeof(T))> row(p, r);
+      count[0] += row.begin <= unit && unit < row.end;
+    }
+  }
   finish<acc_t<T>, 1>(p.epilogue, unit, 1, acc, count);
 }
 

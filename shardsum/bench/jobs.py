@@ -50,14 +50,14 @@ class Job:
         facts: the fields of its rows that all variants share.
         poison: overwrites every output.
         baselines: names of variants, the fastest of which is the named baseline.
-        ceiling: the name of the variant that others are a percentage of; or its rate of wire bytes in GB/s.
+        ceiling: names of variants, the fastest of which others are a percentage of; or a rate of wire bytes in GB/s.
     """
 
     facts: dict[str, Any]
     variants: list[Variant]
     poison: Callable[[], Any]
     baselines: Sequence[str]
-    ceiling: str | float
+    ceiling: Sequence[str] | float
 
 
 @dataclass
@@ -126,9 +126,9 @@ def _row(
 ) -> Row:
     t = timings[variant.name]
     useful = job.facts["bytes"] if variant.bytes is None else variant.bytes
-    if isinstance(job.ceiling, str):
-        top = timings.get(job.ceiling)
-        percent = None if top is None else 100 * (useful / t.median) / (job.facts["bytes"] / top.median)
+    if isinstance(job.ceiling, Sequence):
+        top = min((timings[name].median for name in job.ceiling if name in timings), default=None)
+        percent = None if top is None else 100 * (useful / t.median) / (job.facts["bytes"] / top)
     else:
         moved = variant.wire_bytes
         percent = None if moved is None else 100 * moved / t.median / 1e9 / job.ceiling
