@@ -226,6 +226,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def main() -> None:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells every start and stop otherwise
     args = arguments()
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
