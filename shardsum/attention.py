@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from .documents import ChunkPlan, plan_chunks
 
@@ -177,6 +176,8 @@ def _segment_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, cau
     if causal and q.shape[0] == k.shape[0]:
         options["is_causal"] = True
     elif causal and q.is_cuda:  # is_causal aligns to the upper left; a chunk's queries are the last of their prefix
+        from torch.nn.attention.bias import causal_lower_right  # as slow to import as all of torch
+
         options["attn_mask"] = causal_lower_right(q.shape[0], k.shape[0])
     elif causal:
         whole = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device)

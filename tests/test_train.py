@@ -21,6 +21,7 @@ from pathlib import Path
 import matplotlib.backends.backend_agg  # noqa: F401  (once, not in every forked process)
 import pytest
 import torch
+import torch._dynamo  # AdamW imports it; here once, not in every forked process
 from safetensors.torch import load_file
 
 from shardsum import ShardGroup, cli
