@@ -18,7 +18,6 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +30,7 @@ Signature = Mapping[str, Any]
 
 _instances: Counter[tuple[int, ...]] = Counter()
 _MAX_AGREED = 1 << 16  # signatures remembered: every new set of host lengths is one
+_LONGEST_PAUSE_S = 0.02
 _GRACE_S = 2.0  # how long a process that failed waits for others to say how they fared
 
 
@@ -98,8 +98,8 @@ class Agreement:
     def gather_objects(self, value: Any) -> list[Any]:
         """Every process's ``value`` (small, picklable), by process. No process returns before all have called."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.empty(self.world_size, dtype=torch.int64)
-        self.side._allgather_base(sizes, torch.tensor([data.numel()])).wait()
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
+        self.side._allgather_base(sizes, torch.tensor([data.numel()], device="cpu")).wait()
         longest = int(sizes.max())
         everyone = data.new_empty(self.world_size * longest)
         self.side._allgather_base(everyone, nn.functional.pad(data, (0, longest - data.numel()))).wait()
@@ -124,7 +124,7 @@ class Agreement:
         """
         if self.world_size == 1:
             return [info]
-        key = fingerprint({"name": name, **signature})
+        key = hash(f"{name}{signature}")  # of this process alone: what is compared are the statements
         if key in self._agreed and self.check == "first":
             return []
         self._state(name, signature, None, info)
@@ -165,8 +165,8 @@ class Agreement:
 
     def _header(self, name: str, header: list[int]) -> list[list[int]]:
         """All processes' headers. A process that states something in the store instead of coming ends the wait."""
-        mine = torch.tensor(header, dtype=torch.int64)
-        everyone = torch.empty(self.world_size * len(header), dtype=torch.int64)
+        mine = torch.tensor(header, dtype=torch.int64, device="cpu")
+        everyone = torch.empty(self.world_size * len(header), dtype=torch.int64, device="cpu")
         deadline = time.monotonic() + self.timeout.total_seconds()
         try:
             work = self.side._allgather_base(everyone, mine)
@@ -237,7 +237,7 @@ class Agreement:
         """Everybody's statements of this call; raises when they disagree or one is missing at the deadline."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         found: dict[int, dict[str, Any]] = {}
-        missing = list(range(self.world_size))
+        missing, pause = list(range(self.world_size)), 0.0002
         while missing:
             for p in missing:
                 if self._store.check([f"{self.call}/{p}"]):
@@ -247,7 +247,8 @@ class Agreement:
                 if time.monotonic() > deadline:
                     who, waited = ", ".join(map(str, missing)), self.timeout.total_seconds()
                     raise self.explain(name, TimeoutError(f"process {who} did not come within {waited:g} s"))
-                self._sleep_until_stated(missing[0], deadline)
+                time.sleep(pause)  # polling: a wait in the store would hold up an error that another one states
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
                 break
         message = compare(found)
@@ -259,8 +260,3 @@ class Agreement:
             self._store.delete_key(key)
         del self._stated[:-1]
         return [found[p] for p in range(self.world_size)]
-
-    def _sleep_until_stated(self, process: int, deadline: float) -> None:
-        left = min(0.2, deadline - time.monotonic())
-        with suppress(RuntimeError):  # not yet: the caller looks at the clock and at the others
-            self._store.wait([f"{self.call}/{process}"], timedelta(seconds=max(0.01, left)))

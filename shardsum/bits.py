@@ -91,7 +91,7 @@ def _tensor_difference(name: str, a: Tensor, b: Tensor) -> Difference | None:
     if count == 0:
         return None
     flat = int(differs.to(torch.uint8).argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape)) if a.dim() else ()
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), a.shape)) if a.dim() else ()
     value_a, value_b = a.detach().flatten()[flat].item(), b.detach().flatten()[flat].item()
     ulps = None
     if a.dtype.is_floating_point and all(abs(v) < float("inf") for v in (value_a, value_b)):

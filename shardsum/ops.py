@@ -309,7 +309,9 @@ def _device_bounds(x: Tensor, lengths: Any, starts: Any) -> tuple[Tensor, Tensor
     bounds: list[Tensor | None] = []
     for name, value in (("lengths", lengths), ("starts", starts)):
         if value is not None and not isinstance(value, Tensor):
-            value = torch.tensor(as_ints(name, value, num_ranks), dtype=torch.int64).to(x.device, non_blocking=True)
+            value = torch.tensor(as_ints(name, value, num_ranks), dtype=torch.int64, device="cpu").to(
+                x.device, non_blocking=True
+            )
         if value is not None:
             value = check_index_tensor(name, value, num_ranks)
             if value.device != x.device and not value.is_cpu:

@@ -317,3 +317,26 @@ def test_a_process_without_backward_is_named() -> None:
     messages = run_processes(stay_away_in_backward, 3)
     for message in (messages[0], messages[2]):
         assert "backward of exchange" in message and "no word from process 1" in message, messages
+
+
+def other_default_device(rank: int, world_size: int) -> None:
+    """What the library makes for itself is where it needs it, whatever torch's default device is."""
+    x = b0()
+    with torch.device("meta"):
+        group = ShardGroup(4)
+        for lengths in (B0_LENGTHS, None):
+            mine = [x[v, : B0_LENGTHS[v]] for v in group.virtual_ranks]
+            assert group.all_reduce(mine, lengths).tolist() == B0_SUM
+        local = torch.tensor([B0_LENGTHS[v] for v in group.virtual_ranks], device="cpu")
+        assert group.all_reduce([x[v] for v in group.virtual_ranks], local, size=6).tolist() == B0_SUM
+        assert group.all_gather(mine).tolist() == [x[r, j] for r in range(4) for j in range(B0_LENGTHS[r])]
+        loss, count = group.token_mean([t.sum() for t in mine], [t.shape[0] for t in mine])
+        assert count.item() == 10
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_another_default_device(world_size: int) -> None:
+    if world_size == 1:
+        other_default_device(0, 1)
+    else:
+        run_processes(other_default_device, world_size)

@@ -61,7 +61,7 @@ class PreparedCall:
     def __init__(self, owner: PeerTransport, message: Message, shape: Shape, words: list[int], single: bool) -> None:
         self.message, self.shape = message, shape
         self._owner, self._single = owner, single
-        self._plan = torch.tensor(words, dtype=torch.int64)
+        self._plan = torch.tensor(words, dtype=torch.int64, device="cpu")
 
     def __call__(
         self,
@@ -156,13 +156,13 @@ class PeerTransport:
 
     def _allocate_private(self) -> None:
         self._control = torch.zeros(4, dtype=torch.int32, device=self.device)
-        self._failure = torch.zeros(5, dtype=torch.int64).pin_memory()
+        self._failure = torch.zeros(5, dtype=torch.int64, device="cpu").pin_memory()
         self._table = torch.zeros(_MAX_BUFFERS * self.world_size, dtype=torch.int64, device=self.device)
         self._events = [torch.cuda.Event(), torch.cuda.Event()]
         for event in self._events:
             event.record(torch.cuda.current_stream(self.device))  # the handle exists from the first record on
         handles = [event.cuda_event for event in self._events]
-        self._host = torch.tensor([*handles, -1, 0, 0, 0, *[0] * (2 * _MAX_BUFFERS)])  # PeerHost
+        self._host = torch.tensor([*handles, -1, 0, 0, 0, *[0] * (2 * _MAX_BUFFERS)], device="cpu")  # PeerHost
         torch.cuda.synchronize(self.device)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -185,7 +185,9 @@ class PeerTransport:
         torch.cuda.synchronize(self.device)
         self._buffers.append(memory)
         begin = memory.local.data_ptr()
-        self._host[_HOST_WORDS + 2 * index : _HOST_WORDS + 2 * index + 2] = torch.tensor([begin, begin + num_bytes])
+        self._host[_HOST_WORDS + 2 * index : _HOST_WORDS + 2 * index + 2] = torch.tensor(
+            [begin, begin + num_bytes], device="cpu"
+        )
         self._host[_HOST_WORDS - 1] = index + 1
         self._gather(None)  # a peer's row may lie there as soon as anyone returns
         return memory.local[: count * dtype.itemsize].view(dtype).view(tuple(shape))

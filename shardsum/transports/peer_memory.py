@@ -130,7 +130,7 @@ class SymmetricMemory:
     def _test(self, views: list[Tensor], rank: int, device: torch.device, gather: Gather) -> str | None:
         """Every process must find in its peers' memory what they wrote there: a pattern of their own."""
         words = min(_TEST_WORDS, self.local.numel() // 8)
-        count = torch.arange(words)
+        count = torch.arange(words, device="cpu")
         salt = int.from_bytes(os.urandom(5), "little") << 16
         self.local[: words * 8].view(torch.int64).copy_(count + salt)
         torch.cuda.synchronize(device)
