@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import index
 
 from .layout import Interval, intervals_of
 
@@ -40,19 +41,27 @@ def plan_chunks(
         causal: a query sees keys up to its own position only.
 
     Raises:
-        ValueError: a negative length, or borders that do not start at 0, decrease, or end elsewhere.
+        ValueError: no integers, a negative length, or borders that do not start at 0, decrease, or end elsewhere.
 
     Example:
         >>> [(p.keys, p.segments) for p in plan_chunks([4, 3, 2], [0, 5, 9])]
         [((0, 4), ((4, 4),)), ((0, 7), ((1, 5), (2, 2))), ((5, 9), ((2, 4),))]
     """
+    lengths = _as_ints("lengths", lengths)
     for r, n in enumerate(lengths):
         if n < 0:
             raise ValueError(f"lengths: virtual rank {r} has the negative length {n}")
     total = sum(lengths)
-    borders = [0, total] if cu_seqlens is None else [int(b) for b in cu_seqlens]
+    borders = [0, total] if cu_seqlens is None else _as_ints("cu_seqlens", cu_seqlens)
     _check_borders(borders, total)
     return [_plan_chunk(chunk, borders, causal) for chunk in intervals_of(lengths)]
+
+
+def _as_ints(name: str, values: Sequence[int]) -> list[int]:
+    try:
+        return [index(value) for value in values]
+    except TypeError as error:
+        raise ValueError(f"{name}: expected integers, got {values!r}") from error
 
 
 def _check_borders(borders: list[int], total: int) -> None:

@@ -47,6 +47,8 @@ def test_one_causal_sequence() -> None:
     ("lengths", "borders", "message"),
     [
         ([2, -1], None, "lengths: virtual rank 1 has the negative length -1"),
+        ([2, 3], [0, 2.5, 5], "cu_seqlens: expected integers, got \\[0, 2.5, 5\\]"),
+        ([2, 3], [[0, 2], [2, 5]], "cu_seqlens: expected integers, got \\[\\[0, 2\\], \\[2, 5\\]\\]"),
         ([2, 3], [], "the first border must be 0, got \\[\\]"),
         ([2, 3], [1, 5], "the first border must be 0, got \\[1\\]"),
         ([2, 3], [0, 4, 3, 5], "border 2 is 3, less than the 4 before it"),
