@@ -330,7 +330,7 @@ def other_default_device(rank: int, world_size: int) -> None:
         local = torch.tensor([B0_LENGTHS[v] for v in group.virtual_ranks], device="cpu")
         assert group.all_reduce([x[v] for v in group.virtual_ranks], local, size=6).tolist() == B0_SUM
         assert group.all_gather(mine).tolist() == [x[r, j] for r in range(4) for j in range(B0_LENGTHS[r])]
-        loss, count = group.token_mean([t.sum() for t in mine], [t.shape[0] for t in mine])
+        _, count = group.token_mean([t.sum() for t in mine], [t.shape[0] for t in mine])
         assert count.item() == 10
 
 
