@@ -237,6 +237,12 @@ def test_kept_results_are_complete_and_right(file: Path) -> None:
     assert ours and not any(row.wrong for row in ours)
 
 
+def test_the_readme_shows_what_was_kept() -> None:
+    readme = (RESULTS.parents[1] / "README.md").read_text().splitlines()
+    shown = [line for line in readme if line.startswith("| ragged_sum")]
+    assert shown and set(shown) <= set(rows.markdown(rows.load(RESULTS / "bench_cpu.json")[1]))
+
+
 # -- timing -----------------------------------------------------------------------------------------------------------
 
 
