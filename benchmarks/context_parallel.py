@@ -49,14 +49,14 @@ MOST_ERROR = 2e-2  # a few times what bf16 loses here
 
 @dataclass
 class Row:
-    """One way in one case. Bytes; None where the reduction cannot be told from the step."""
+    """One way in one case. Bytes; None is unknown: where the reduction cannot be told from the step."""
 
     profile: str
     placement: str
     way: str
-    total: int
-    busiest: int
-    of_padded: float
+    total: int | None
+    busiest: int | None
+    of_padded: float | None
     reduction: Timing | None = None
     reduction_peak: int | None = None
     reduction_error: float | None = None
@@ -135,8 +135,8 @@ def measure(meter: Meter, case: Case, profile: str) -> tuple[list[Row], str]:
     ways["padded by hand"] = Padded(case, BF16, by_hand=True)
     base, rows = ways["padded bf16"].sent * dist.get_world_size(), []
     for name, way in ways.items():
-        sent = (total, busiest) if way is ours else (way.sent * dist.get_world_size(), way.sent)
-        row = Row(profile, case.placement, name, *sent, sent[0] / base)
+        everyone, each = (total, busiest) if way is ours else (way.sent * dist.get_world_size(), way.sent)
+        row = Row(profile, case.placement, name, everyone, each, everyone / base)
         reduce = partial(way.reduce, partials)
         row.reduction_error, row.step_error = meter.error(reduce(), exact_sum), meter.error(way.step(), exact)
         row.reduction_peak, row.step_peak = meter.peak(reduce), meter.peak(way.step)
@@ -157,9 +157,9 @@ def measure_torch(meter: Meter, case: Case, profile: str, exact: list[Tensor], b
     """By itself, right behind the others: its context changes attention for everybody."""
     with TorchContextParallel(case) as ring:
         error = meter.error(ring.step(), [torch.cat(exact)])
-        sent = ring.sent()
-        total = sent * dist.get_world_size()
-        row = Row(profile, case.placement, "torch CP", total, sent, total / base, step_error=error)
+        sent = ring.sent() or None
+        total = sent and sent * dist.get_world_size()
+        row = Row(profile, case.placement, "torch CP", total, sent, total and total / base, step_error=error)
         row.step_peak, row.step = meter.peak(ring.step), meter.times({"": ring.step})[""]
     return row
 
@@ -176,12 +176,12 @@ def line(row: Row) -> str:
     def ms(t: Timing | None) -> str:
         return "-" if t is None else f"{t.median * 1e3:.3g} [{t.p20 * 1e3:.3g}, {t.p80 * 1e3:.3g}]"
 
-    def error(x: float | None) -> str:
-        return "-" if x is None else f"{x:.1e}"
+    def number(x: float | None, form: str) -> str:
+        return "-" if x is None else format(x, form)
 
-    cells = [row.placement, row.way, mb(row.total), f"{row.of_padded:.2f}", mb(row.busiest), ms(row.reduction)]
-    cells += [mb(row.reduction_peak), error(row.reduction_error), ms(row.step), mb(row.step_peak)]
-    return f"| {' | '.join([*cells, error(row.step_error)])} |"
+    cells = [row.placement, row.way, mb(row.total), number(row.of_padded, ".2f"), mb(row.busiest), ms(row.reduction)]
+    cells += [mb(row.reduction_peak), number(row.reduction_error, ".1e"), ms(row.step), mb(row.step_peak)]
+    return f"| {' | '.join([*cells, number(row.step_error, '.1e')])} |"
 
 
 def arguments() -> argparse.Namespace:
