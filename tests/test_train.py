@@ -19,12 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib.backends.backend_agg  # noqa: F401  (once, not in every forked process)
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # AdamW imports it; here once, not in every forked process
 from safetensors.torch import load_file
 
 from shardsum import ShardGroup, cli
+from shardsum.layout import owners_of
 from shardsum.train import GroupConfig, ModelConfig, RunConfig, RunResult, TrainConfig, loop, plots, run
 from shardsum.train.checkpoint import NAME
 from shardsum.train.data import START, Corpus
@@ -163,6 +165,14 @@ def test_the_loss_falls_and_the_run_folder_holds_everything(
     assert len({bytes(state.tolist()) for state in tensors["rng.cpu"]}) == 4
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
     assert sorted(p.name for p in Path("run").iterdir()) == [NAME, "config.yaml", "metrics.jsonl", "run.png"]
+
+
+def test_a_picture_of_no_step_and_of_many_processes(text: str, tmp_path: Path) -> None:
+    corpus = Corpus(text, 48, 0)
+    nothing = {"losses": np.zeros(0, np.float32), "loss_per_position": np.zeros((48, 2), np.float32)}
+    owners = owners_of(20, 10, "zigzag")
+    plots.save_plots(tmp_path / "a.png", **nothing, batch=corpus.packed(0, 20, 12), owners=owners)  # empty chunks, too
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_splitting_a_sequence_changes_its_loss_and_gradients_by_rounding_only(text: str) -> None:
