@@ -47,8 +47,10 @@ def _draw_losses(axes: Axes, losses: np.ndarray) -> None:
     from matplotlib.ticker import MaxNLocator
 
     steps, window = np.arange(1, len(losses) + 1), len(losses) // 10
-    axes.plot(steps, losses, color="C0", alpha=_PALE, lw=1, marker="." if window < 2 else None, label="each step")
-    if window >= 2:
+    if window < 2:
+        axes.plot(steps, losses, color="C0", lw=1.5, marker="o", ms=3)
+    else:
+        axes.plot(steps, losses, color="C0", alpha=_PALE, lw=1, label="each step")
         sums, first = np.cumsum([0.0, *losses]), np.maximum(steps - window, 0)
         axes.plot(steps, (sums[steps] - sums[first]) / (steps - first), color="C0", lw=2, label=f"mean of {window}")
         axes.legend(frameon=False)
