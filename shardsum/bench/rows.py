@@ -146,7 +146,8 @@ def markdown(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.variant == "shardsum":
             over = f"{row.speedup:.2f} ({row.baseline})" if row.speedup is not None else ""
-            figures = f"{row.bytes / 1e6:.3g} | {row.us:{'.0f' if row.us >= 1000 else '.4g'}} | {row.gbps:.3g} | {row.percent:.0f} | {over}"
+            us = f"{row.us:.0f}" if row.us >= 1000 else f"{row.us:.4g}"
+            figures = f"{row.bytes / 1e6:.3g} | {us} | {row.gbps:.3g} | {row.percent:.0f} | {over}"
             lines.append(f"| {row.case} | {figures} |")
     return lines
 
