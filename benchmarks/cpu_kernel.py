@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Timing, environment, take_turns
 from torch import Tensor
 
 from shardsum import bits, masked_sum, native, ragged_sum, reference
+from shardsum.bench.rows import environment
+from shardsum.bench.timing import Timing, take_turns
 
 BASELINES = ("eager", "loop", "compile")
 

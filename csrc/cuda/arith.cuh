@@ -405,21 +405,4 @@ int dispatch(DType dtype, F&& f) {
   return 1;  // cudaErrorInvalidValue
 }
 
-inline int64_t dtype_bytes(DType t) {
-  switch (t) {
-    case DType::kFloat16:
-    case DType::kBFloat16:
-    case DType::kInt16:
-      return 2;
-    case DType::kFloat32:
-    case DType::kInt32:
-      return 4;
-    case DType::kFloat64:
-    case DType::kInt64:
-      return 8;
-    default:
-      return 1;
-  }
-}
-
 }  // namespace shardsum

@@ -10,7 +10,7 @@ inline bool accumulates_in_float(DType t) {
   return t == DType::kFloat16 || t == DType::kBFloat16 || t == DType::kFloat32;
 }
 
-inline int64_t vector_elements(DType t) { return dtype_bytes(t) > 1 ? 16 / dtype_bytes(t) : 8; }
+inline int64_t vector_elements(DType t) { return element_size(t) > 1 ? 16 / element_size(t) : 8; }
 
 inline bool is_multiple(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
@@ -22,7 +22,7 @@ inline bool is_plain(const SumArgs& a) {
 // For a launch whose output begins at element `first`. `workspace` holds accumulators, then counts (mean only).
 inline Epilogue make_epilogue(const SumArgs& a, int64_t first = 0, void* workspace = nullptr) {
   Epilogue e{};
-  e.out = static_cast<char*>(a.out) + first * dtype_bytes(a.out_dtype);
+  e.out = static_cast<char*>(a.out) + first * element_size(a.out_dtype);
   e.out_dtype = a.out_dtype;
   e.mean = a.finish.mean;
   e.has_scale = a.finish.has_scale;

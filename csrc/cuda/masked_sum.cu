@@ -9,7 +9,7 @@ int sum_masked_cuda(const SumArgs& a, const void* data, int64_t row_stride, cons
   const auto stream = static_cast<cudaStream_t>(cuda_stream);
   const int64_t total = a.size * a.width;
   if (total == 0) return 0;
-  const int64_t vec = vector_elements(a.in_dtype), bytes = dtype_bytes(a.in_dtype);
+  const int64_t vec = vector_elements(a.in_dtype), bytes = element_size(a.in_dtype);
   MaskedParams p{};
   p.epilogue = make_epilogue(a);
   p.data = static_cast<const char*>(data);

@@ -138,7 +138,7 @@ int64_t workspace_bytes(const SumArgs& a) {
 
 int sum_rows_cuda(const SumArgs& a, const Row* rows, void* workspace, void* cuda_stream) {
   const auto stream = static_cast<cudaStream_t>(cuda_stream);
-  const int64_t total = a.size * a.width, bytes = dtype_bytes(a.in_dtype), vec = vector_elements(a.in_dtype);
+  const int64_t total = a.size * a.width, bytes = element_size(a.in_dtype), vec = vector_elements(a.in_dtype);
   if (total == 0) return 0;
   bool aligned = total % vec == 0 && is_multiple(a.out, 16);
   int64_t moved = total * bytes;
@@ -163,7 +163,7 @@ int sum_rows_cuda(const SumArgs& a, const Row* rows, void* workspace, void* cuda
 
 int sum_device_rows_cuda(const SumArgs& a, const DeviceRows& d, void* workspace, void* cuda_stream) {
   if (a.size * a.width == 0) return 0;
-  const int64_t bytes = dtype_bytes(a.in_dtype), vec = vector_elements(a.in_dtype);
+  const int64_t bytes = element_size(a.in_dtype), vec = vector_elements(a.in_dtype);
   const bool aligned =
       a.width % vec == 0 && is_multiple(a.out, 16) && is_multiple(d.data, vec * bytes) && d.row_stride % vec == 0;
   return dispatch(a.in_dtype, [&](auto type) -> int {

@@ -204,7 +204,7 @@ Config make_config(const World& w, Random& random) {
   c.in = pair[0], c.out = pair[1];
   c.move = c.in == DType::kUInt8 && c.out == DType::kUInt8;
   const bool integer = c.out == DType::kInt64;
-  const int64_t in_bytes = dtype_bytes(c.in), out_bytes = dtype_bytes(c.out);
+  const int64_t in_bytes = element_size(c.in), out_bytes = element_size(c.out);
   const int64_t widths[] = {1, 3, 8, 16, 100, 512};
   c.width = widths[pick(random, 0, 5)];
   const int64_t most = std::min<int64_t>(pick(random, 0, 3) ? 4096 : 24000, kSlotBytes / in_bytes / 2);
@@ -280,7 +280,7 @@ PeerCall describe(const World& w, const Config& c, int g, int64_t timeout_ns) {
   call.move = c.move, call.two_shot = c.two_shot, call.push = c.push, call.mean = c.mean, call.has_scale = c.scaled,
   call.scale = 1.0 / 3;
   call.size = c.size, call.width = c.width;
-  call.in_bytes = int(dtype_bytes(c.in)), call.out_bytes = int(dtype_bytes(c.out));
+  call.in_bytes = int(element_size(c.in)), call.out_bytes = int(element_size(c.out));
   const int vector = c.move ? 16 : call.in_bytes == 1 ? 8 : 16 / call.in_bytes;
   call.warp_columns = c.columns;
   call.stretch_elements = c.columns * 32 * vector;
@@ -326,7 +326,7 @@ void enqueue(World& w, const Config& c, int g, uint64_t number, Random& random, 
   for (int r = 0; r < w.place.ranks; ++r) {
     if (w.place.owner[r] != g || !c.zero_copy[r]) continue;
     CHECK(cudaMemcpyAsync(p.zero_copy[w.slot[r]], pool_of(w, c, r) + c.offset[r],
-                          c.length[r] * c.width * dtype_bytes(c.in), cudaMemcpyDeviceToDevice, p.stream));
+                          c.length[r] * c.width * element_size(c.in), cudaMemcpyDeviceToDevice, p.stream));
   }
   PeerCall call = describe(w, c, g, timeout_ns);
   const int64_t flat = c.size * c.width;
@@ -339,7 +339,7 @@ void enqueue(World& w, const Config& c, int g, uint64_t number, Random& random, 
     if (w.place.owner[r] == g && c.zero_copy[r])
       CHECK(cudaMemsetAsync(p.zero_copy[w.slot[r]], 0x5a, kBufferBytes, p.stream));
   }
-  const int64_t out_bytes = dtype_bytes(c.out) * c.width, from = c.outs[g].first, to = c.outs[g].second;
+  const int64_t out_bytes = element_size(c.out) * c.width, from = c.outs[g].first, to = c.outs[g].second;
   if (to > from)
     compare<<<8, 256, 0, p.stream>>>(c.expected + from * out_bytes, p.out, (to - from) * out_bytes, w.wrong, number,
                                      w.wrong + 1);
@@ -389,11 +389,11 @@ bool absent_peer(const Placement& place, bool push) {
   World w = make_world(place, 0);
   Config c;
   do c = make_config(w, random);
-  while (c.move || c.size * c.width * dtype_bytes(c.out) < 4096 || c.outs[0].second - c.outs[0].first != c.size ||
+  while (c.move || c.size * c.width * element_size(c.out) < 4096 || c.outs[0].second - c.outs[0].first != c.size ||
          c.chunk_elements != c.size * c.width || c.push != push);
   std::fill(c.zero_copy.begin(), c.zero_copy.end(), false);
   const int last = place.processes - 1;
-  const int64_t bytes = c.size * c.width * dtype_bytes(c.out);
+  const int64_t bytes = c.size * c.width * element_size(c.out);
   bool good = true;
   auto launch = [&](int g) {
     PeerCall call = describe(w, c, g, 20'000'000);
