@@ -168,7 +168,8 @@ class Shardsum:
             for a, b in zip(found, expected):
                 assert bits.equal(a, b), bits.first_difference(a, b)
             stats = self.case.group.stats()  # after the step: of its last exchange, the adjoint
-            assert stats.sent == stats.route.egress[self.case.group.rank]
+            if stats.route.transport != "peer":  # whose kernel reads, and hands no bytes to a backend
+                assert stats.sent == stats.route.egress[self.case.group.rank]
         return stats.route.transport, stats.total, stats.route.busiest
 
 

@@ -20,7 +20,7 @@ from .engine import Engine, Job, Reduce
 from .exchange_padded import exchange_padded
 from .layout import Interval
 from .operators import is_readable
-from .replays import Replays
+from .replays import Known, Replays
 from .requests import (
     Request,
     Shards,
@@ -72,7 +72,7 @@ class Runner:
             self._positions.append((owner, self._hosted[owner]))
             self._hosted[owner] += 1
         self.name = f"group{next(_names)}"
-        self.replays = Replays()
+        self.replays = Replays(len(self.virtual_ranks), device)
         self._stream: torch.cuda.Stream | None = None
         self._agreed = False  # inside a call whose arguments were compared
         operators.groups[self.name] = self
@@ -187,15 +187,31 @@ class Runner:
         self,
         name: str,
         build: Callable[[], Request],
-        lengths: Any,
-        async_op: bool,
         deliver: Callable[[list[Tensor]], Any],
-        replay: Hashable | None = None,
+        shards: Shards,
+        lengths: Any,
+        *,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        known_by: tuple[Sequence[Any], Hashable] | None = None,
     ) -> Any:
-        """Run one call; ``replay`` is its key in :attr:`replays`, if it may be launched again without all this."""
+        """Run one call.
+
+        Args:
+            build: checks the arguments.
+            deliver: makes the result from one tensor a hosted sink.
+            known_by: host lengths or intervals, and the remaining arguments, by which a call like this one is launched
+                again without all this; None where it never is.
+        """
         if torch.compiler.is_compiling():
             return deliver(self._apply(build()))
         self.agreement.begin()
+        key = None
+        if known_by is not None and not async_op and self.engine.peers is not None:
+            key = self.replays.key(name, shards, known_by[0], out, known_by[1])
+            outs = None if key is None else self._replay(name, key, shards, out)
+            if outs is not None:
+                return deliver(outs)
         try:
             request = build()
         except Disagreement:
@@ -211,19 +227,21 @@ class Runner:
             if async_op:
                 return self._begin(request, deliver)
             outs = self._apply(request) if request.needs_grad else self._job(request).result()
-            if replay is not None:
-                self._remember(replay, request)
+            if key is not None:
+                self._remember(key, request, outs)
             return deliver(outs)
         except RuntimeError as error:
             raise self.failure(name, error) from error
         finally:
             self._agreed = False
 
-    def _remember(self, key: Hashable, request: Request) -> None:
+    def _remember(self, key: Hashable, request: Request, outs: list[Tensor]) -> None:
         route, peers = self.engine.last, self.engine.peers
         if peers is None or route is None or route.transport != "peer" or self.agreement.check != "first":
             return
-        if request.needs_grad or request.sources is None or not all(map(is_readable, request.shards)):
+        if request.needs_grad or request.sources is None or not any(o.numel() for o in outs):
+            return
+        if request.reduce.op != "copy" and not all(map(is_readable, request.shards)):
             return
         plan = self.engine.plan(request.sources, request.sinks, request.kinds)
         reduce, first = request.reduce, request.shards[0]
@@ -231,23 +249,17 @@ class Runner:
         launch = peers.launcher(plan, *sizes, reduce.op, reduce.scale)
 
         def again(outs: list[Tensor], shards: list[Tensor]) -> None:
-            self.engine.last = route
+            self.engine.begin(route)
             launch(outs, shards)
 
-        self.replays.remember(key, again)
+        self.replays.remember(key, Known(again, [(o.shape, o.dtype) for o in outs]))
 
-    def replay(self, key: Hashable, shards: Shards, out: Tensor) -> bool:
-        """Run a call like an earlier one; False where it has to go the long way."""
-        if key not in self.replays or self.agreement.failed is not None:
-            return False
-        self.agreement.call += 1
+    def _replay(self, name: str, key: Hashable, shards: Any, out: Tensor | None) -> list[Tensor] | None:
+        """Run a call like an earlier one; None where it has to go the long way."""
         try:
-            ran = self.replays.run(key, shards, out)
+            return self.replays.run(key, shards, out)
         except RuntimeError as error:
-            raise self.failure("all_reduce", error) from error
-        if not ran:
-            self.agreement.call -= 1  # the long way counts it
-        return ran
+            raise self.failure(name, error) from error
 
     def agree_compiled(
         self,

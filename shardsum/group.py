@@ -206,13 +206,17 @@ class ShardGroup:
             self._runner.take_out(request, out, end)
             return request
 
-        replay = None
-        if out is not None and not async_op and self.engine.peers is not None:
-            text = None if scale is None else repr(scale)  # 0.0 and -0.0 differ
-            replay = self._runner.replays.key(shards, lengths, out, size, op, text, out_dtype)
-            if replay is not None and self._runner.replay(replay, shards, out):
-                return into(out, out)
-        return self._runner.collective("all_reduce", build, lengths, async_op, lambda outs: into(outs[0], out), replay)
+        others = (type(size), size, op, _text(scale), out_dtype, grad)
+        return self._runner.collective(
+            "all_reduce",
+            build,
+            lambda outs: into(outs[0], out),
+            shards,
+            lengths,
+            out=out,
+            async_op=async_op,
+            known_by=((lengths,), others),
+        )
 
     def reduce_scatter(
         self,
@@ -247,7 +251,16 @@ class ShardGroup:
             request.reduce, request.grad = reduce, "sum"
             return request
 
-        return self._runner.collective("reduce_scatter", build, lengths, async_op, self._runner.same_form(shards))
+        others = (type(size), size, op, _text(scale), out_dtype)
+        return self._runner.collective(
+            "reduce_scatter",
+            build,
+            self._runner.same_form(shards),
+            shards,
+            lengths,
+            async_op=async_op,
+            known_by=((lengths,) if splits is None else (lengths, splits), others),
+        )
 
     def all_gather(
         self,
@@ -282,7 +295,16 @@ class ShardGroup:
             self._runner.take_out(request, out, total)
             return request
 
-        return self._runner.collective("all_gather", build, lengths, async_op, lambda outs: into(outs[0], out))
+        return self._runner.collective(
+            "all_gather",
+            build,
+            lambda outs: into(outs[0], out),
+            shards,
+            lengths,
+            out=out,
+            async_op=async_op,
+            known_by=((lengths,), grad),
+        )
 
     def exchange(
         self,
@@ -321,7 +343,15 @@ class ShardGroup:
             rows = narrow(hosted, lengths, self.virtual_ranks)
             return Request("exchange", rows, sources, sinks, "vv", reduce, "sum", signature)
 
-        return self._runner.collective("exchange", build, (), async_op, self._runner.same_form(shards))
+        return self._runner.collective(
+            "exchange",
+            build,
+            self._runner.same_form(shards),
+            shards,
+            (),
+            async_op=async_op,
+            known_by=((in_intervals, out_intervals), (type(size), size, op, _text(scale), out_dtype)),
+        )
 
     def token_mean(self, loss_sum: Shards, num_valid: Shards, *, grad: str = "identity") -> tuple[Tensor, Tensor]:
         """The mean loss over all valid tokens of all virtual ranks, without synchronisation.
@@ -434,3 +464,8 @@ class ShardGroup:
             raise RuntimeError(self._agreement.failed)
         if self.engine.peers is not None:
             self.engine.peers.check()
+
+
+def _text(scale: Any) -> str | None:
+    """A scale to compare: 0.0 differs from -0.0, NaN equals NaN."""
+    return None if scale is None else repr(scale)

@@ -1,59 +1,98 @@
-"""All-reduces that have run before, launched again with next to no Python: for peers, whose launch takes 5 us itself.
+"""Collectives that have run before, launched again with next to no Python: for peers, whose launch takes 5 us itself.
 
-A call with ``out`` and host lengths whose arguments were checked, compared and launched once is remembered by all that
-the checks looked at, except what can differ between two calls alike: addresses, layout and whether a gradient is
-needed. Those are looked at again.
+A call with host lengths whose arguments were checked, compared and launched once is remembered by all that the checks
+looked at, except what can differ between two calls alike: addresses, layout, device and whether a gradient is needed.
+Those are looked at again. A call that needs the long way for any reason simply takes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import overlap
 
-Launch = Callable[[list[Tensor], list[Tensor]], None]
 _MAX = 1024
+_INTS = {int}
+
+
+class Known(NamedTuple):
+    """``launch(outs, shards)`` runs the call; ``results`` are shape and dtype of what it fills, by hosted sink."""
+
+    launch: Callable[[list[Tensor], list[Tensor]], None]
+    results: Sequence[tuple[Sequence[int], torch.dtype]]
 
 
 class Replays:
-    """The remembered calls of one group. ``key`` is None for calls that are not remembered."""
+    """The remembered calls of one process of a group, which hosts ``num_hosted`` virtual ranks on GPU ``device``."""
 
-    def __init__(self) -> None:
-        self._launches: dict[Hashable, Launch] = {}
+    def __init__(self, num_hosted: int, device: torch.device) -> None:
+        self._num_hosted, self._device = num_hosted, -1 if device.index is None else device.index
+        self._known: dict[Hashable, Known] = {}
 
-    def key(self, shards: Any, lengths: Any, out: Tensor | None, *rest: Hashable) -> Hashable | None:
-        if out is None or type(lengths) is not list or torch.compiler.is_dynamo_compiling():
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def key(self, name: str, shards: Any, lists: Sequence[Any], out: Tensor | None, others: Hashable) -> Hashable:
+        """What a call is known by; None where it is not remembered.
+
+        Args:
+            lists: lists of ints or of pairs of ints.
+            others: all other arguments.
+        """
+        flat: list[Any] = []
+        for values in lists:
+            if type(values) is not list:
+                return None
+            try:
+                flat += chain.from_iterable(values) if values and type(values[0]) is tuple else values
+            except TypeError:
+                return None
+        if {*map(type, flat)} != _INTS or (
+            out is not None and type(out) is not Tensor
+        ):  # 8.0 and True equal ints, and are not refused as the long way does
             return None
         if type(shards) is Tensor:
-            return (shards.shape, shards.dtype, out.shape, out.dtype, *lengths, *rest)
-        if type(shards) is not list:
+            described: Any = (shards.shape, shards.dtype)
+        elif type(shards) is list and {*map(type, shards)} == {Tensor}:
+            described = (*[(s.shape, s.dtype) for s in shards],)
+        else:
             return None
-        return (*[(s.shape, s.dtype) for s in shards], out.shape, out.dtype, *lengths, *rest)
+        return name, described, None if out is None else (out.shape, out.dtype), *flat, others
 
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._launches
+    def remember(self, key: Hashable, known: Known) -> None:
+        if len(self._known) == _MAX:
+            del self._known[next(iter(self._known))]
+        self._known[key] = known
 
-    def remember(self, key: Hashable, launch: Launch) -> None:
-        """``launch(outs, shards)`` runs the call."""
-        if len(self._launches) == _MAX:
-            del self._launches[next(iter(self._launches))]
-        self._launches[key] = launch
+    def run(self, key: Hashable, shards: Any, out: Tensor | None) -> list[Tensor] | None:
+        """Launch such a call again; None where it is not known, or an address, layout or gradient forbids it."""
+        try:
+            known = self._known.get(key)
+        except TypeError:  # not hashable: an argument that no call takes
+            return None
+        if known is None:
+            return None
+        tensors = shards if type(shards) is list else [shards] if self._num_hosted == 1 else [*shards.unbind(0)]
+        if not self._as_they_were(tensors, out):
+            return None
+        make = tensors[0].new_empty
+        outs = [make(shape, dtype=dtype) for shape, dtype in known.results] if out is None else [out]
+        known.launch(outs, tensors)
+        return outs
 
-    def run(self, key: Hashable, shards: Tensor | Sequence[Tensor], out: Tensor) -> bool:
-        """Launch such a call again; False where it is not known, or an address, layout or gradient forbids it."""
-        launch = self._launches.get(key)
-        if launch is None or not out.is_contiguous() or out.requires_grad:
+    def _as_they_were(self, shards: list[Tensor], out: Tensor | None) -> bool:
+        device, grads = self._device, torch.is_grad_enabled()
+        try:
+            for x in shards:
+                if not x.is_contiguous() or x.get_device() != device or x.is_neg() or (x.requires_grad and grads):
+                    return False
+                if out is not None and overlap(out, x):
+                    return False
+            return out is None or (out.is_contiguous() and out.get_device() == device and not out.requires_grad)
+        except RuntimeError:  # a sparse tensor has neither layout nor address
             return False
-        tensors = [shards] if isinstance(shards, Tensor) else list(shards)
-        device = out.get_device()
-        for tensor in tensors:
-            if not tensor.is_contiguous() or tensor.get_device() != device or overlap(out, tensor):
-                return False
-            if tensor.requires_grad and torch.is_grad_enabled():
-                return False
-        launch([out], tensors)
-        return True

@@ -1,5 +1,6 @@
 """Run a function in G processes: gloo by fork with one thread a child (twenty times faster than spawn), or NCCL by
-spawn with one GPU a process (CUDA does not survive a fork; "cpu:gloo" is gloo by spawn)."""
+spawn with one GPU a process ("cpu:gloo" is gloo by spawn). Neither CUDA nor the threads that autograd keeps for GPUs
+survive a fork: once this process has used a GPU, all of it is by spawn."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def run_processes(
             (world_size, folder, timeout, backend, fn, args),
             nprocs=world_size,
             join=False,
-            start_method="fork" if backend == "gloo" else "spawn",
+            start_method="fork" if backend == "gloo" and not torch.cuda.is_initialized() else "spawn",
         )
         for process in context.processes:
             process.join(timeout + 30)

@@ -153,7 +153,15 @@ def replayed(rank: int, world_size: int) -> None:
             for out in (mine.new_full((40, 24), float("nan")), mine.new_full((24, 40), float("nan")).t()):
                 assert group.all_reduce(mine, lengths, size=40, out=out) is out
                 assert_same(out, expected)
-    assert group._runner.replays._launches
+            assert_same(group.all_reduce(mine, lengths, size=40), expected)
+            assert_same(group.reduce_scatter(mine, lengths, size=40), expected.split(20)[rank])
+            assert_same(group.reduce_scatter(mine, lengths, size=40, splits=[31, 9]), expected.split([31, 9])[rank])
+            held, wanted = [(0, n) for n in lengths], [(2, 38), (30, 30)]
+            part = group.exchange([mine], held, wanted, size=40)[0]
+            assert_same(part, expected[wanted[rank][0] : wanted[rank][1]])
+            joined = torch.cat([s[:n] for s, n in zip(shards, lengths)])
+            assert_same(group.all_gather(mine, lengths), joined)
+    assert len(group._runner.replays) == 2 * (1 + 1 + 2 + 1 + 1)
     with pytest.raises(ValueError, match="shares memory"):
         group.all_reduce(mine, [40, 7], size=40, out=mine)
 

@@ -1,0 +1,126 @@
+"""Calls that are launched again: what makes two calls the same, and what sends a known one the long way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from shardsum.replays import Known, Replays
+
+CPU = torch.device("cpu")
+X = torch.ones(4, 3)
+
+
+def key(shards: Any = X, lists: Any = ([4, 2],), out: Any = None, others: Any = None, name: str = "all_reduce") -> Any:
+    return Replays(1, CPU).key(name, shards, lists, out, others)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"shards": X[:3]},
+        {"shards": X.to(torch.float64)},
+        {"shards": [X, X]},
+        {"lists": ([4, 3],)},
+        {"lists": ([4], [2], [7])},
+        {"lists": ([(4, 2), (0, 1)],)},
+        {"out": X},
+        {"others": 1},
+        {"name": "reduce_scatter"},
+    ],
+)
+def test_every_argument_tells_calls_apart(other: dict[str, Any]) -> None:
+    assert key() == key() and key() is not None
+    assert key(**other) not in (None, key())
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        ([4.0, 2],),
+        ([True, 2],),
+        ([np.int64(4), 2],),
+        ((4, 2),),
+        (X,),
+        (None,),
+        ([],),
+        ([(4, 2), 3],),
+        ([X],),
+        (["ab"],),
+    ],
+)
+def test_what_the_checks_must_see_is_not_known(lists: Any) -> None:
+    assert key(lists=lists) is None
+
+
+def test_odd_shards_and_outs_are_not_known() -> None:
+    assert key(shards=(X,)) is None and key(shards=None) is None and key(shards=[None]) is None and key(out=3) is None
+    assert key(shards=torch.nn.Parameter(X)) is None
+
+
+class Calls(Replays):
+    """Replays that remember one call, and what was launched."""
+
+    def __init__(self, num_hosted: int, shards: Any, out: Tensor | None, device: torch.device = CPU) -> None:
+        super().__init__(num_hosted, device)
+        self.launched: list[list[Tensor]] = []
+        self.call = self.key("all_reduce", shards, ([4, 2],), out, None)
+        self.remember(self.call, Known(lambda outs, rows: self.launched.append([*outs, *rows]), [((5, 3), X.dtype)]))
+
+
+def test_a_known_call_is_launched_with_its_own_tensors() -> None:
+    out, calls = torch.empty(4, 3), Calls(1, X, None)
+    (made,) = calls.run(calls.call, X, None) or ()
+    assert made.shape == (5, 3) and calls.launched[0][0] is made and calls.launched[0][1] is X
+    calls = Calls(1, X, out)
+    assert calls.run(calls.call, X, out) == [out] and calls.launched[0][0] is out
+    stacked = torch.ones(2, 4, 3)
+    calls = Calls(2, stacked, None)
+    calls.run(calls.call, stacked, None)
+    assert [t.data_ptr() for t in calls.launched[0][1:]] == [row.data_ptr() for row in stacked]
+
+
+@pytest.mark.parametrize(
+    "shard, out",
+    [
+        (torch.ones(3, 4).t(), torch.empty(4, 3)),
+        (torch.ones(4, 3, requires_grad=True), torch.empty(4, 3)),
+        (torch._neg_view(torch.ones(4, 3)), torch.empty(4, 3)),
+        (torch.ones(4, 3).to_sparse(), torch.empty(4, 3)),
+        (X, torch.empty(3, 4).t()),
+        (X, torch.empty(4, 3, requires_grad=True)),
+        (X, torch.empty(4, 3).to_sparse()),
+        (X, X),
+        (torch.ones(7, 3)[:4], "inside"),
+    ],
+)
+def test_layout_address_device_and_gradients_are_looked_at_again(shard: Tensor, out: Any) -> None:
+    out = shard.view(-1)[9:12] if isinstance(out, str) else out
+    calls = Calls(1, X, torch.empty(out.shape))
+    assert calls.run(calls.call, shard, out) is None and not calls.launched
+    with torch.no_grad():
+        needs = [t for t in (shard, out) if t.requires_grad]
+        if needs and needs[0] is shard:
+            assert calls.run(calls.call, shard, out) == [out]
+
+
+def test_tensors_elsewhere_go_the_long_way() -> None:
+    calls = Calls(1, X, None, torch.device("cuda", 0))
+    assert calls.run(calls.call, X, None) is None and not calls.launched
+
+
+def test_arguments_that_no_call_takes() -> None:
+    calls = Calls(1, X, None)
+    odd = calls.key("all_reduce", X, ([4, 2],), None, ([],))
+    assert calls.run(odd, X, None) is None
+
+
+def test_the_oldest_of_many_is_forgotten() -> None:
+    calls = Calls(1, X, None)
+    for n in range(2000):
+        calls.remember(calls.key("all_reduce", X, ([n, 2],), None, 1), Known(lambda outs, rows: None, []))
+    assert len(calls) == 1024 and calls.run(calls.call, X, None) is None
