@@ -239,14 +239,16 @@ class Runner:
         route, peers = self.engine.last, self.engine.peers
         if peers is None or route is None or route.transport != "peer" or self.agreement.check != "first":
             return
-        if request.needs_grad or request.sources is None or not any(o.numel() for o in outs):
+        if request.needs_grad or request.sources is None:
+            return
+        width = request.shards[0].shape[1:].numel()
+        if not width or not any(begin < end for begin, end in request.sinks):  # nothing is launched
             return
         if request.reduce.op != "copy" and not all(map(is_readable, request.shards)):
             return
         plan = self.engine.plan(request.sources, request.sinks, request.kinds)
-        reduce, first = request.reduce, request.shards[0]
-        sizes = (first.shape[1:].numel(), first.dtype, reduce.dtype)
-        launch = peers.launcher(plan, *sizes, reduce.op, reduce.scale)
+        reduce, dtype = request.reduce, request.shards[0].dtype
+        launch = peers.launcher(plan, width, dtype, reduce.dtype, reduce.op, reduce.scale)
 
         def again(outs: list[Tensor], shards: list[Tensor]) -> None:
             self.engine.begin(route)

@@ -10,6 +10,7 @@ import torch._dynamo  # DDP imports it; here once, not in every forked child
 import torch.distributed as dist
 from processes import run_processes
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -154,9 +155,10 @@ def test_bf16_wire_moves_half_the_bytes(transport: str) -> None:
 
 
 def shard(model: nn.Module, reduce_scatter: FSDPReduceScatter, **options: Any) -> nn.Module:
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for layer in (*model.children(), model):
         if isinstance(layer, nn.Linear) or layer is model:
-            fully_shard(layer, **options)
+            fully_shard(layer, mesh=mesh, **options)
     for m in model.modules():
         if isinstance(m, FSDPModule):
             m.set_gradient_divide_factor(1.0)
@@ -204,7 +206,7 @@ def emulate_fsdp(num_ranks: int, reduce_dtype: torch.dtype | None) -> list[torch
 
 
 def _fsdp_average(rank: int, world_size: int, first: bool) -> str:
-    model = fully_shard(make_model())
+    model = fully_shard(make_model(), mesh=init_device_mesh("cpu", (world_size,)))
     if first:
         model.set_gradient_divide_factor(1.0)
     model.set_custom_reduce_scatter(FSDPReduceScatter())
