@@ -10,6 +10,8 @@ import torch._dynamo.testing
 from processes import run_processes
 from values import assert_same, random_values
 
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
 from shardsum import ShardGroup, exchange, exchange_padded
 
 
@@ -122,3 +124,13 @@ def test_compiled_all_reduce_writes_out() -> None:
     out = torch.empty(6)
     total(out, *x)
     assert_same(out, group.all_reduce(list(x), [6, 2, 0, 1]))
+
+
+def test_fake_tensors_go_through_the_operator() -> None:
+    group = ShardGroup(2)
+    with FakeTensorMode():
+        shards = [torch.empty(n, 2, requires_grad=True) for n in (3, 2)]
+        out = group.all_reduce(shards, [3, 2])
+        out.sum().backward()
+    assert isinstance(out, FakeTensor) and out.shape == (3, 2)
+    assert all(isinstance(s.grad, FakeTensor) and s.grad.shape == s.shape for s in shards)
