@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 from processes import run_processes
-from values import assert_same, random_values
-
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from values import assert_same, random_values
 
 from shardsum import ShardGroup, exchange, exchange_padded
 
