@@ -1,9 +1,11 @@
 // The operators of shardsum/kernels.py for CPU and CUDA tensors: arguments in, one row table out to a kernel.
 //
 // Python has checked shapes, dtypes and devices and raised its own errors; the checks here only keep a wrong call
-// from reading foreign memory. PyTorch's stable ABI alone is used, so one library serves torch 2.11 and later.
+// from reading foreign memory. Except sum_checked and sum_checked_new, which check everything: an error there sends
+// Python to its own checks. PyTorch's stable ABI alone is used, so one library serves torch 2.11 and later.
 #include <torch/csrc/stable/accelerator.h>
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -50,6 +52,8 @@ bool can_return(DType in, DType out) {
   }
 }
 
+bool is_floating(DType dtype) { return dtype <= DType::kFloat64; }
+
 SumArgs describe(const TensorView& out, const TensorView& in, int64_t num_rows, const Finish& finish) {
   SumArgs args{dtype_of(in), dtype_of(out), num_rows};
   STD_TORCH_CHECK(can_return(args.in_dtype, args.out_dtype), "shardsum: this pair of dtypes has no sum");
@@ -61,14 +65,20 @@ SumArgs describe(const TensorView& out, const TensorView& in, int64_t num_rows, 
   return args;
 }
 
-// The last three arguments of every operator: mean, scale, accumulate.
-Finish take_finish(const StableIValue* stack) {
+// mean, scale: of every operator.
+Finish take_mean_scale(const StableIValue* stack) {
   Finish finish;
   finish.mean = torch::stable::detail::to<bool>(stack[0]);
   if (const auto scale = torch::stable::detail::to<std::optional<double>>(stack[1])) {
     finish.has_scale = true;
     finish.scale = *scale;
   }
+  return finish;
+}
+
+// The last three arguments of most operators: mean, scale, accumulate.
+Finish take_finish(const StableIValue* stack) {
+  Finish finish = take_mean_scale(stack);
   finish.accumulate = torch::stable::detail::to<bool>(stack[2]);
   return finish;
 }
@@ -86,6 +96,21 @@ Row clip(const void* data, int64_t start, int64_t length, const SumArgs& args) {
 void check_padded(const TensorView& x, const SumArgs& args) {
   STD_TORCH_CHECK(x.dim() >= 2 && x.width(2) == args.width, "shardsum: x and out differ in their trailing shape");
   STD_TORCH_CHECK(x.is_contiguous_from(1), "shardsum: x[r] is not contiguous");
+}
+
+// A new contiguous tensor of the shape and on the device of x[0].
+StableIValue empty_row_of(const TensorView& x, int32_t dtype_code) {
+  Table<int64_t, 16> strides(x.dim());
+  int64_t stride = 1;
+  for (int64_t d = x.dim() - 1; d > 0; --d) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(x.size(d), 1);
+  }
+  AtenTensorHandle handle = nullptr;
+  check(aoti_torch_empty_strided(x.dim() - 1, x.sizes() + 1, strides.data() + 1, dtype_code, x.device_type(),
+                                 x.device_index(), &handle),
+        "empty");
+  return torch::stable::detail::from(handle);
 }
 
 struct Cpu {
@@ -161,25 +186,72 @@ void sum_rows(StableIValue* stack, uint64_t, uint64_t) {
   if (args.size * args.width > 0) Device(out).sum_rows(args, table.data());
 }
 
+// starts: empty where every row starts at 0.
 template <class Device>
-void sum_padded(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorArg out_arg(stack[0]), x_arg(stack[1]);
-  IntListArg starts(stack[2]), lengths(stack[3]);
-  const Finish finish = take_finish(stack + 4);
-
-  const TensorView out = out_arg.view(), x = x_arg.view();
+void sum_padded_rows(const TensorView& out, const TensorView& x, IntListArg* starts, IntListArg& lengths,
+                     const Finish& finish) {
   const SumArgs args = describe(out, x, lengths.size(), finish);
   check_padded(x, args);
   STD_TORCH_CHECK(Device::owns(x) && lengths.size() == x.size(0), "shardsum: x and lengths differ in rows or device");
-  STD_TORCH_CHECK(starts.size() == 0 || starts.size() == lengths.size(), "shardsum: starts and lengths differ");
   const char* data = static_cast<const char*>(x.data());
-  const int64_t row_bytes = x.stride(0) * element_size(args.in_dtype);
+  const int64_t row_bytes = x.stride(0) * element_size(args.in_dtype), capacity = x.size(1);
   Table<Row> table(args.num_rows);
   for (int64_t r = 0; r < args.num_rows; ++r) {
-    STD_TORCH_CHECK(lengths[r] >= 0 && lengths[r] <= x.size(1), "shardsum: length ", lengths[r], " of row ", r);
-    table[r] = clip(data + r * row_bytes, starts.size() ? starts[r] : 0, lengths[r], args);
+    STD_TORCH_CHECK(lengths[r] >= 0 && lengths[r] <= capacity, "shardsum: length ", lengths[r], " of row ", r);
+    table[r] = clip(data + r * row_bytes, starts ? (*starts)[r] : 0, lengths[r], args);
   }
   if (args.size * args.width > 0) Device(out).sum_rows(args, table.data());
+}
+
+template <class Device>
+void sum_padded(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg out(stack[0]), x(stack[1]);
+  IntListArg starts(stack[2]), lengths(stack[3]);
+  STD_TORCH_CHECK(starts.size() == 0 || starts.size() == lengths.size(), "shardsum: starts and lengths differ");
+  sum_padded_rows<Device>(out.view(), x.view(), starts.size() ? &starts : nullptr, lengths, take_finish(stack + 4));
+}
+
+// What sum_padded trusts its caller with, where the result has x's positions and all rows start at 0.
+template <class Device>
+void check_sum(const TensorView& x, const Finish& finish) {
+  STD_TORCH_CHECK(Device::owns(x) && x.dim() >= 2 && x.size(0) > 0, "shardsum: x is not (R, S_MAX, *F)");
+  STD_TORCH_CHECK(is_floating(dtype_of(x)) || !(finish.mean || finish.has_scale), "shardsum: no mean of integers");
+}
+
+template <class Device>
+void check_out(const TensorView& out, const TensorView& x) {
+  STD_TORCH_CHECK(Device::owns(out) && out.device_index() == x.device_index(), "shardsum: out is on another device");
+  bool same = out.dim() == x.dim() - 1;
+  for (int64_t d = 0; same && d < out.dim(); ++d) same = out.size(d) == x.size(d + 1);
+  STD_TORCH_CHECK(same, "shardsum: out has another shape than the result");
+  const auto out_at = reinterpret_cast<uintptr_t>(out.data()), x_at = reinterpret_cast<uintptr_t>(x.data());
+  const bool apart = out_at + out.spanned_bytes() <= x_at || x_at + x.spanned_bytes() <= out_at;
+  STD_TORCH_CHECK(apart, "shardsum: out shares memory with x");
+}
+
+// sum_checked(Tensor(a!) out, Tensor x, int[] lengths, bool mean, float? scale) -> ()
+template <class Device>
+void sum_checked(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg out_arg(stack[0]), x_arg(stack[1]);
+  IntListArg lengths(stack[2]);
+  const Finish finish = take_mean_scale(stack + 3);
+  const TensorView out = out_arg.view(), x = x_arg.view();
+  check_sum<Device>(x, finish);
+  check_out<Device>(out, x);
+  sum_padded_rows<Device>(out, x, nullptr, lengths, finish);
+}
+
+// sum_checked_new(Tensor x, int[] lengths, bool mean, float? scale) -> Tensor
+template <class Device>
+void sum_checked_new(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg x_arg(stack[0]);
+  IntListArg lengths(stack[1]);
+  const Finish finish = take_mean_scale(stack + 2);
+  const TensorView x = x_arg.view();
+  check_sum<Device>(x, finish);
+  TensorArg out(empty_row_of(x, is_floating(dtype_of(x)) ? x.dtype_code() : aoti_torch_dtype_int64()));
+  sum_padded_rows<Device>(out.view(), x, nullptr, lengths, finish);
+  stack[0] = out.release();
 }
 
 struct DevicePaddedArgs {
@@ -268,6 +340,8 @@ void register_operators(torch::stable::detail::StableLibrary& m) {
   m.impl("sum_padded", &sum_padded<Device>);
   m.impl("sum_padded_device", &sum_padded_device<Device>);
   m.impl("sum_masked", &sum_masked<Device>);
+  m.impl("sum_checked", &sum_checked<Device>);
+  m.impl("sum_checked_new", &sum_checked_new<Device>);
 }
 
 }  // namespace

@@ -25,6 +25,7 @@ class TensorView {
     check(aoti_torch_get_dim(handle, &dim_), "dim");
   }
   int64_t dim() const { return dim_; }
+  const int64_t* sizes() const { return sizes_; }
   int64_t size(int64_t d) const { return sizes_[d]; }
   int64_t stride(int64_t d) const {
     int64_t* strides = nullptr;
@@ -53,6 +54,17 @@ class TensorView {
       expected *= sizes_[d];
     }
     return true;
+  }
+  // From data() on; 0 without elements.
+  int64_t spanned_bytes() const {
+    int64_t* strides = nullptr;
+    check(aoti_torch_get_strides(handle_, &strides), "strides");
+    int64_t last = 0;
+    for (int64_t d = 0; d < dim_; ++d) {
+      if (sizes_[d] == 0) return 0;
+      last += (sizes_[d] - 1) * strides[d];
+    }
+    return (last + 1) * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype_code()));
   }
   int32_t dtype_code() const {
     int32_t code = 0;
@@ -92,7 +104,15 @@ class TensorArg {
   explicit TensorArg(StableIValue value) : handle_(torch::stable::detail::to<AtenTensorHandle>(value)) {}
   TensorArg(const TensorArg&) = delete;
   TensorArg& operator=(const TensorArg&) = delete;
-  ~TensorArg() { aoti_torch_delete_tensor_object(handle_); }
+  ~TensorArg() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+  // Hands the tensor over as an operator's result.
+  StableIValue release() {
+    const StableIValue value = torch::stable::detail::from(handle_);
+    handle_ = nullptr;
+    return value;
+  }
   TensorView view() const { return TensorView(handle_); }
 
  private:

@@ -1,4 +1,4 @@
-"""The four raw operators that csrc/ implements, and their plain-torch fallback.
+"""The raw operators that csrc/ implements, and their plain-torch fallback.
 
 ``out`` is contiguous ``(size, *F)`` and is overwritten (or added to, with ``accumulate``). Callers have checked
 shapes, dtypes and devices: these schemas are the boundary to native code, not an interface for users. None has
@@ -12,6 +12,10 @@ sum_padded_device  the same with int32 or int64 tensors on x's device, never syn
                    (csrc/row_table.h).
 sum_masked         mask is bool ``(R, size)``, or int32 words ``(R, ceil(size / 32))``: bit ``j % 32`` of word
                    ``j // 32``.
+
+Two more are for the usual call with as little Python as possible: ``sum_checked`` is ``sum_padded`` without starts into
+any ``out``, and ``sum_checked_new`` allocates the result. They check everything themselves (a bad or an unusual call is
+a RuntimeError that says little) except gradients, and have no fallback.
 
 The native library, once loaded, registers CPU (and CUDA) kernels that take precedence over the fallback here.
 """
@@ -31,6 +35,8 @@ for _schema in (
     "sum_padded(Tensor(a!) out, Tensor x, int[] starts, int[] lengths, " + _TAIL,
     "sum_padded_device(Tensor(a!) out, Tensor x, Tensor? starts, Tensor lengths, " + _TAIL,
     "sum_masked(Tensor(a!) out, Tensor x, Tensor mask, " + _TAIL,
+    "sum_checked(Tensor(a!) out, Tensor x, int[] lengths, bool mean=False, float? scale=None) -> ()",
+    "sum_checked_new(Tensor x, int[] lengths, bool mean=False, float? scale=None) -> Tensor",
 ):
     _library.define(_schema)
 
@@ -84,11 +90,17 @@ def _sum_masked(out: Tensor, x: Tensor, mask: Tensor, mean: bool, scale: float |
     out.copy_(reference.masked_sum(x, mask, op=op, scale=scale, out_dtype=out.dtype, previous=previous))
 
 
+def _refuse(*args: object) -> None:
+    raise RuntimeError("no native kernel")
+
+
 for _name, _fallback in (
     ("sum_rows", _sum_rows),
     ("sum_padded", _sum_padded),
     ("sum_padded_device", _sum_padded_device),
     ("sum_masked", _sum_masked),
+    ("sum_checked", _refuse),
+    ("sum_checked_new", _refuse),
 ):
     _library.impl(_name, _fallback, "CompositeExplicitAutograd")
 
@@ -97,3 +109,5 @@ sum_rows = torch.ops.shardsum.sum_rows.default._op
 sum_padded = torch.ops.shardsum.sum_padded.default._op
 sum_padded_device = torch.ops.shardsum.sum_padded_device.default._op
 sum_masked = torch.ops.shardsum.sum_masked.default._op
+sum_checked = torch.ops.shardsum.sum_checked.default._op
+sum_checked_new = torch.ops.shardsum.sum_checked_new.default._op

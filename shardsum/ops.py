@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
 
 from . import kernels, native, operators
 from .checks import (
@@ -33,8 +32,8 @@ from .checks import (
 )
 from .numerics import accumulator_dtype, check_op, resolve_out_dtype
 
-_USUAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_INTS = {int}
+# torch.autograd.graph.increment_version without the checks of its argument.
+_increment_version = torch._C._increment_version
 
 
 def ragged_sum(
@@ -80,8 +79,8 @@ def ragged_sum(
     if accumulate and out is None:
         raise ValueError("accumulate: needs out, the tensor to add to")
     if isinstance(shards, Tensor):
-        if starts is None and not accumulate:
-            result = _unchecked(shards, lengths, size, op, scale, out_dtype, out)
+        if type(lengths) is list and starts is None and size is None and not accumulate:
+            result = _usual(shards, lengths, op, scale, out_dtype, out)
             if result is not None:
                 return result
         return _padded(shards, lengths, starts, size, op, scale, out_dtype, out, accumulate)
@@ -133,44 +132,37 @@ def masked_sum(
 # The checks
 
 
-def _unchecked(
-    x: Tensor,
-    lengths: Any,
-    size: int | None,
-    op: str,
-    scale: float | None,
-    out_dtype: torch.dtype | None,
-    out: Tensor | None,
+def _usual(
+    x: Tensor, lengths: list, op: str, scale: float | None, out_dtype: torch.dtype | None, out: Tensor | None
 ) -> Tensor | None:
-    """The usual call with as little Python as possible: the kernel's own checks decide.
+    """The usual call with as little Python as possible: the operator itself checks what it is given.
 
     None where anything is unusual or wrong: the checks below then say what.
     """
-    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or type(lengths) is not list:
+    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or forward_ad._current_level >= 0:
         return None
-    if forward_ad._current_level >= 0:
+    if (x.requires_grad and torch.is_grad_enabled()) or (op != "sum" and op != "mean"):
         return None
-    if x.dtype not in _USUAL or (op != "sum" and op != "mean") or (x.requires_grad and torch.is_grad_enabled()):
-        return None
-    if {*map(type, lengths)} != _INTS or (scale is not None and type(scale) is not float):
-        return None  # the operator would read 3.7 in a Tensor as 3, and drop a scale's gradient
+    if scale is not None and type(scale) is not float:
+        return None  # the operator would drop its gradient
     try:
-        shape = x.shape[1:]
-        if not shape or (size is not None and size != shape[0]):
-            return None
-        if out is None:
-            if out_dtype is not None and out_dtype not in _USUAL:
-                return None
-            result = x.new_empty(shape, dtype=out_dtype)
-        elif out.shape != shape or out.device != x.device or out.requires_grad or out_dtype or overlap(out, x):
-            return None
-        else:
-            result = out
+        if type(sum(lengths)) is not int:
+            return None  # the operator would read 3.7 in a Tensor as 3
         native.load()
-        kernels.sum_padded(result, x, [], lengths, op == "mean", scale, False)
+        if out is None and out_dtype is None:
+            return kernels.sum_checked_new(x, lengths, op == "mean", scale)
+        if out is None:
+            out = x.new_empty(x.shape[1:], dtype=out_dtype)
+        elif out_dtype is not None or out.requires_grad:
+            return None
+        if op == "sum" and scale is None:  # a default costs half as much as an argument
+            kernels.sum_checked(out, x, lengths)
+        else:
+            kernels.sum_checked(out, x, lengths, op == "mean", scale)
     except (RuntimeError, TypeError, AttributeError):
         return None
-    return _deliver(result, out)
+    _increment_version((out,))
+    return out
 
 
 def _check_numerics(
@@ -357,5 +349,5 @@ def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
         return result
     if out is not result and (out.data_ptr() != result.data_ptr() or not out.is_contiguous()):
         return out.copy_(result)
-    increment_version(out)  # autograd must notice when it has saved the values that the kernel overwrote
+    _increment_version((out,))  # autograd must notice when it has saved the values that the kernel overwrote
     return out

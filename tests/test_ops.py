@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -63,6 +64,21 @@ def test_ragged_sum_equals_reference_in_every_form(p: dict) -> None:
         out, operators.readable(operators.row_contiguous(x)), torch.tensor(starts), torch.tensor(lengths),
         kwargs["op"] == "mean", kwargs["scale"], False,
     )  # fmt: skip
+    assert_same(out, expected)
+
+
+@settings(deadline=None, max_examples=200)
+@given(problems(), st.sampled_from([None, 1, 3]))
+def test_the_usual_call_equals_reference(p: dict, stride: int | None) -> None:
+    """Padded shards and a list of lengths; ``stride``: into an ``out`` whose elements lie so far apart."""
+    x, lengths, kwargs = laid_out(p["x"], p["layout"]), p["lengths"], p["kwargs"]
+    rows = [x[r, :n] for r, n in enumerate(lengths)]
+    expected = reference.ragged_sum(rows, [0] * len(rows), x.shape[1], **kwargs)
+    if stride is None:
+        assert_same(shardsum.ragged_sum(x, lengths, **kwargs), expected)
+        return
+    out = torch.full((expected.numel() * stride,), 77, dtype=expected.dtype)[::stride].view(expected.shape)
+    assert shardsum.ragged_sum(x, lengths, op=kwargs["op"], scale=kwargs["scale"], out=out) is out
     assert_same(out, expected)
 
 
@@ -263,6 +279,55 @@ BAD = [
 def test_bad_input_is_named(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(b0())
+
+
+UNFIT = {
+    "too long": lambda x, out: (out, x, [7, 1, 1, 1]),
+    "negative": lambda x, out: (out, x, [-1, 1, 1, 1]),
+    "too few lengths": lambda x, out: (out, x, [1, 1, 1]),
+    "no rows": lambda x, out: (out, x[:0], []),
+    "no positions": lambda x, out: (out[0], x[0], [1] * 6),
+    "short out": lambda x, out: (out[:5], x, [1] * 4),
+    "long out": lambda x, out: (torch.full((7,), 77.0), x, [1] * 4),
+    "another shape": lambda x, out: (out.view(3, 2), x, [1] * 4),
+    "another trailing shape": lambda x, out: (out.view(3, 2), x.view(4, 2, 3), [1] * 4),
+    "strided out": lambda x, out: (torch.full((12,), 77.0)[::2], x, [1] * 4),
+    "expanded out": lambda x, out: (out[:1].expand(6), x, [1] * 4),
+    "integer out": lambda x, out: (out.long(), x, [1] * 4),
+    "a row as out": lambda x, out: (x[3], x, [1] * 4),
+    "out across two rows": lambda x, out: (x.view(-1)[15:21], x, [1] * 4),
+    "x inside out": lambda x, out: (x.view(-1)[:16], x.as_strided((1, 16), (1, 1), 8), [1]),
+    "transposed x": lambda x, out: (out.view(2, 3), x.view(4, 3, 2).transpose(1, 2), [1] * 4),
+    "mean of integers": lambda x, out: (out.long(), x.long(), [1] * 4, True),
+    "scaled integers": lambda x, out: (out.long(), x.long(), [1] * 4, False, 2.0),
+    "a dtype without kernel": lambda x, out: (out, x.to(torch.complex64), [1] * 4),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_the_operator_of_the_usual_call_checks_everything(name: str) -> None:
+    out, x = torch.full((6,), 77.0), b0()
+    before = x.clone()
+    call = UNFIT[name](x, out)
+    with pytest.raises(RuntimeError, match=r"shardsum: |no native kernel"):
+        kernels.sum_checked(*call)
+    assert (out == 77).all() and torch.equal(x, before)
+
+
+def test_lengths_of_other_number_types() -> None:
+    x = b0()
+    for other in (np.int64(2), torch.tensor(2), True):
+        assert_same(shardsum.ragged_sum(x, [other, 1, 3, 4]), shardsum.ragged_sum(x, [int(other), 1, 3, 4]))
+    with pytest.raises(ValueError, match="lengths: expected 4 ints"):
+        shardsum.ragged_sum(x, [torch.tensor(2.5), 1, 3, 4])
+
+
+def test_a_lazy_sign_is_resolved() -> None:
+    x, out = b0(), torch.empty(6)
+    lazy = torch._neg_view(x.neg())
+    assert lazy.is_neg()
+    assert shardsum.ragged_sum(lazy, B0_LENGTHS).tolist() == B0_SUM
+    assert shardsum.ragged_sum(lazy, B0_LENGTHS, out=out).tolist() == B0_SUM == out.tolist()
 
 
 def test_the_fallback_refuses_what_the_native_kernel_refuses() -> None:

@@ -45,7 +45,7 @@ class Spans {
 
   const Span* begin() const { return table_.data(); }
   const Span* end() const { return begin() + size_; }
-  const Span& last() const { return end()[-1]; }
+  int64_t work() const { return end()[-1].work; }
 
   // The element before which `work` bytes are moved; a multiple of 64, so that two threads share no cache line.
   int64_t element_at(int64_t work) const {
@@ -60,30 +60,44 @@ class Spans {
   int64_t size_ = 0;
 };
 
+// The bytes that the sum moves.
+int64_t moved_bytes(const SumArgs& args, const Row* rows) {
+  int64_t elements = 0;
+  for (int64_t r = 0; r < args.num_rows; ++r) elements += rows[r].end - rows[r].begin;
+  return elements * element_size(args.in_dtype) + args.size * args.width * element_size(args.out_dtype);
+}
+
+// Elements [first, last), span by span.
+void sum_range(const SumArgs& args, const Row* rows, SpanKernel sum_span, int64_t first, int64_t last, bool stream) {
+  const int64_t in_bytes = element_size(args.in_dtype), out_bytes = element_size(args.out_dtype);
+  Table<const void*> active(args.num_rows);
+  for (int64_t begin = first, end = last; begin < last; begin = end, end = last) {
+    int64_t num_active = 0;
+    for (int64_t r = 0; r < args.num_rows; ++r) {
+      const Row& row = rows[r];
+      if (begin >= row.end) continue;
+      end = std::min(end, begin < row.begin ? row.begin : row.end);
+      active[num_active] = static_cast<const char*>(row.data) + (begin - row.begin) * in_bytes;
+      num_active += begin >= row.begin;
+    }
+    sum_span(active.data(), num_active, static_cast<char*>(args.out) + begin * out_bytes, end - begin, args.finish,
+             stream);
+  }
+}
+
 }  // namespace
 
 void sum_rows_cpu(const SumArgs& args, const Row* rows) {
-  const CpuKernels kernels = select_kernels(args.in_dtype, args.out_dtype);
+  const SpanKernel sum_span = select_kernels(args.in_dtype, args.out_dtype).span;
+  const int64_t elements = args.size * args.width, tasks = num_tasks(moved_bytes(args, rows));
+  const bool stream = elements * element_size(args.out_dtype) >= kStreamingBytes && !args.finish.accumulate;
+  if (tasks == 1) return sum_range(args, rows, sum_span, 0, elements, stream);
   const Spans spans(args, rows);
-  const int64_t work = spans.last().work, elements = spans.last().end, tasks = num_tasks(work);
-  const int64_t in_bytes = element_size(args.in_dtype), out_bytes = element_size(args.out_dtype);
-  const bool stream = elements * out_bytes >= kStreamingBytes && !args.finish.accumulate;
+  const int64_t work = spans.work();
   run_tasks(tasks, [&](int64_t task) {
     const int64_t first = spans.element_at(work / tasks * task);
     const int64_t last = task + 1 == tasks ? elements : spans.element_at(work / tasks * (task + 1));
-    Table<const void*> active(args.num_rows);
-    for (const Span& span : spans) {
-      const int64_t begin = std::max(first, span.begin), end = std::min(last, span.end);
-      if (begin >= end) continue;
-      int64_t num_active = 0;
-      for (int64_t r = 0; r < args.num_rows; ++r) {
-        const Row& row = rows[r];
-        if (row.begin > begin || begin >= row.end) continue;
-        active[num_active++] = static_cast<const char*>(row.data) + (begin - row.begin) * in_bytes;
-      }
-      kernels.span(active.data(), num_active, static_cast<char*>(args.out) + begin * out_bytes, end - begin,
-                   args.finish, stream);
-    }
+    sum_range(args, rows, sum_span, first, last, stream);
   });
 }
 
