@@ -34,6 +34,7 @@ from .numerics import accumulator_dtype, check_op, resolve_out_dtype
 
 # torch.autograd.graph.increment_version without the checks of its argument.
 _increment_version = torch._C._increment_version
+_INTS = {int}
 
 
 def ragged_sum(
@@ -143,12 +144,10 @@ def _usual(
         return None
     if (x.requires_grad and torch.is_grad_enabled()) or (op != "sum" and op != "mean"):
         return None
-    if scale is not None and type(scale) is not float:
-        return None  # the operator would drop its gradient
+    if not _INTS.issuperset(map(type, lengths)) or (scale is not None and type(scale) is not float):
+        return None  # the operator would read 3.7 in a Tensor as 3, and drop a scale's gradient
+    native.load()
     try:
-        if type(sum(lengths)) is not int:
-            return None  # the operator would read 3.7 in a Tensor as 3
-        native.load()
         if out is None and out_dtype is None:
             return kernels.sum_checked_new(x, lengths, op == "mean", scale)
         if out is None:
