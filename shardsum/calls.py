@@ -296,7 +296,7 @@ class Runner:
         sinks = operators.flatten(request.sinks)
         if request.sources is None:
             return exchange_padded(request.shards[0], request.device_lengths, sinks, *tail)[:-1]
-        return operators.apply_exchange(request.shards, operators.flatten(request.sources), sinks, None, *tail)
+        return operators.exchange(request.shards, operators.flatten(request.sources), sinks, None, *tail)
 
     def _job(self, request: Request) -> Job:
         if request.sources is None:  # its arguments were compared just now, so it runs now, also with async_op

@@ -29,8 +29,9 @@ from . import operators
 from .engine import Reduce
 from .layout import Interval
 from .numerics import accumulator_dtype
-from .operators import define, finish_gradient
+from .operators import finish_gradient
 from .reference import contributions
+from .registry import define
 from .requests import check_lengths
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def _exchange_adjoint(ctx: Any, grads: list[Tensor]) -> list[Tensor]:
     mean = ctx.op == "mean"
     fused = (None, acc) if mean else (ctx.scale, ctx.dtype)
     kinds = ctx.kinds[::-1]
-    shards = apply_exchange(grads, ctx.sinks, ctx.sources, ctx.rows, kinds, "sum", *fused, "adjoint", ctx.group)
+    shards = exchange(grads, ctx.sinks, ctx.sources, ctx.rows, kinds, "sum", *fused, "adjoint", ctx.group)
     if not mean:
         return shards
     hosted = ctx.owner.hosted(intervals(ctx.sources), ctx.kinds[0])
@@ -152,29 +153,7 @@ def _exchange_adjoint(ctx: Any, grads: list[Tensor]) -> list[Tensor]:
     return [finish_gradient(s, count, ctx.scale, ctx.dtype) for s, count in zip(shards, counts)]
 
 
-torch.library.register_autograd("shardsum::exchange", _backward, setup_context=_setup, lib=operators.library)
-
-
-class _Eager(torch.autograd.Function):
-    """The operator's autograd for eager calls. The registered one walks all arguments as trees, a tenth of a
-    millisecond a call."""
-
-    @staticmethod
-    def forward(ctx: Any, arguments: tuple, *shards: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        outs = _exchange(list(shards), *arguments)
-        _setup(ctx, (shards, *arguments), outs)
-        return tuple(outs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
-        return None, *_backward(ctx, list(grads))[0]
-
-
-def apply_exchange(shards: list[Tensor], *arguments: Any) -> list[Tensor]:
-    """:data:`exchange`, past the dispatcher unless a compiler or a dispatch mode (fake tensors) looks there."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return exchange(shards, *arguments)
-    return list(_Eager.apply(arguments, *shards))
+exchange.differentiate(_setup, _backward)
 
 
 # Parts of its adjoint, as operators: symbolic bounds need not be traced through slices
@@ -218,6 +197,4 @@ def _take_backward(ctx: Any, grads: list[Tensor]) -> tuple:
     return total, None, None, None, None
 
 
-torch.library.register_autograd(
-    "shardsum::local_adjoint", _take_backward, setup_context=_take_setup, lib=operators.library
-)
+local_adjoint.differentiate(_take_setup, _take_backward)

@@ -19,7 +19,8 @@ from .engine import LOCAL_ROUTE, Engine, Reduce, Route
 from .exchange import exchange, groups, intervals
 from .layout import Interval
 from .numerics import accumulator_dtype
-from .operators import define, finish_gradient, readable
+from .operators import finish_gradient, readable
+from .registry import define
 
 
 def _exchange_padded(
@@ -164,6 +165,4 @@ def _padded_backward(ctx: Any, grads: list[Tensor]) -> tuple:
     return operators.select(valid, rows[:, : ctx.capacity]), *[None] * 8
 
 
-torch.library.register_autograd(
-    "shardsum::exchange_padded", _padded_backward, setup_context=_padded_setup, lib=operators.library
-)
+exchange_padded.differentiate(_padded_setup, _padded_backward)

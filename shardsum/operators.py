@@ -24,23 +24,9 @@ from . import kernels, native
 from .checks import check_host_lengths
 from .numerics import NATIVE_DTYPES, accumulator_dtype
 from .reference import contributions, finish
+from .registry import Operator, define
 
-library = torch.library.Library("shardsum", "FRAGMENT")
 _TAIL = "str op, float? scale, ScalarType dtype) -> "
-
-
-def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Register ``shardsum::<schema>`` with its implementation and fake; returns the callable overload."""
-    name = schema.split("(")[0]
-    library.define(schema)
-    library.impl(name, implementation, "CompositeExplicitAutograd")
-
-    def fake_and_load(*args: Any) -> Any:
-        native.load()  # tracing runs this as plain Python: the library is there when the compiled code runs
-        return fake(*args)
-
-    torch.library.register_fake(f"shardsum::{name}", fake_and_load, lib=library)
-    return getattr(torch.ops.shardsum, name).default
 
 
 def row_contiguous(x: Tensor) -> Tensor:
@@ -288,8 +274,8 @@ masked_sum_adjoint = define(
 # Autograd
 
 
-def _link(name: str, partner: Callable[..., Any], arguments: Callable[[Any, list], list]) -> None:
-    """Make ``partner`` the backward of operator ``name``. All take ``(first, *middle, op, scale, dtype)``;
+def _link(operator: Operator, partner: Operator, arguments: Callable[[Any, list], list]) -> None:
+    """Make ``partner`` the backward of ``operator``. All take ``(first, *middle, op, scale, dtype)``;
     ``arguments(first, middle)`` gives the partner's middle arguments, its dtype is the first argument's."""
 
     def setup(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -307,14 +293,14 @@ def _link(name: str, partner: Callable[..., Any], arguments: Callable[[Any, list
         middle = [m if t is None else t for m, t in zip(ctx.middle, ctx.saved_tensors)]
         return partner(grad, *middle, ctx.op, ctx.scale, ctx.dtype), *ctx.rest
 
-    torch.library.register_autograd(f"shardsum::{name}", backward, setup_context=setup, lib=library)
+    operator.differentiate(setup, backward)
 
 
-_link("ragged_sum", ragged_sum_adjoint, lambda shards, m: [m[0], [s.shape[0] for s in shards]])
-_link("ragged_sum_adjoint", ragged_sum, lambda grad, m: [m[0], grad.shape[0], None])
-_link("padded_sum", padded_sum_adjoint, lambda x, m: [*m[:2], x.shape[1]])
-_link("padded_sum_adjoint", padded_sum, lambda grad, m: [*m[:2], grad.shape[0]])
-_link("padded_sum_device", padded_sum_device_adjoint, lambda x, m: [*m[:2], x.shape[1]])
-_link("padded_sum_device_adjoint", padded_sum_device, lambda grad, m: [*m[:2], grad.shape[0]])
-_link("masked_sum", masked_sum_adjoint, lambda x, m: m)
-_link("masked_sum_adjoint", masked_sum, lambda grad, m: m)
+_link(ragged_sum, ragged_sum_adjoint, lambda shards, m: [m[0], [s.shape[0] for s in shards]])
+_link(ragged_sum_adjoint, ragged_sum, lambda grad, m: [m[0], grad.shape[0], None])
+_link(padded_sum, padded_sum_adjoint, lambda x, m: [*m[:2], x.shape[1]])
+_link(padded_sum_adjoint, padded_sum, lambda grad, m: [*m[:2], grad.shape[0]])
+_link(padded_sum_device, padded_sum_device_adjoint, lambda x, m: [*m[:2], x.shape[1]])
+_link(padded_sum_device_adjoint, padded_sum_device, lambda grad, m: [*m[:2], grad.shape[0]])
+_link(masked_sum, masked_sum_adjoint, lambda x, m: m)
+_link(masked_sum_adjoint, masked_sum, lambda grad, m: m)

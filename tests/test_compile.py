@@ -22,7 +22,9 @@ def test_opcheck_exchange(kinds: str, op: str, grad: str, requires_grad: bool) -
     sources = exchange.flatten([(0, 3), (2, 2), (1, 6), (0, 1)])
     sinks = exchange.flatten([(0, 6)] * (4 if kinds[1] == "v" else 1))
     name = group._runner.name
-    torch.library.opcheck(exchange.exchange, (shards, sources, sinks, None, kinds, op, 0.5, torch.float32, grad, name))
+    torch.library.opcheck(
+        exchange.exchange.overload, (shards, sources, sinks, None, kinds, op, 0.5, torch.float32, grad, name)
+    )
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -32,11 +34,11 @@ def test_opcheck_exchange_padded(kinds: str, grad: str, requires_grad: bool) -> 
     x = torch.randn(4, 6, 2, requires_grad=requires_grad)
     sinks = [0, 2, 2, 3, 3, 5, 5, 6] if kinds == "vv" else [0, 6]
     args = (x, torch.tensor([3, 0, 6, 1]), sinks, kinds, "mean", 0.5, torch.float32, grad, group._runner.name)
-    torch.library.opcheck(exchange_padded.exchange_padded, args)
+    torch.library.opcheck(exchange_padded.exchange_padded.overload, args)
 
 
 def test_opcheck_coverage() -> None:
-    torch.library.opcheck(exchange.coverage, (torch.ones(1), [0, 3, 2, 5], 6))
+    torch.library.opcheck(exchange.coverage.overload, (torch.ones(1), [0, 3, 2, 5], 6))
 
 
 def step(group: ShardGroup, x: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:

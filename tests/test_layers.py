@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "shardsum"
 LAYERS = [
     {"numerics", "layout", "bits", "checks", "documents", "building"},
     {"reference", "native"},
-    {"kernels"},
+    {"kernels", "registry"},
     {"operators"},
     {"ops"},
     {"transports"},

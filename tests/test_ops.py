@@ -389,7 +389,7 @@ def test_opcheck(op, args: tuple, requires_grad: bool) -> None:
     first = args[0]
     if requires_grad:
         first = [t.requires_grad_() for t in first] if isinstance(first, list) else first.requires_grad_()
-    torch.library.opcheck(op, (first, *args[1:]))
+    torch.library.opcheck(op.overload, (first, *args[1:]))
 
 
 def test_gradgradcheck() -> None:
