@@ -94,6 +94,7 @@ class Agreement:
         if self.world_size > 1:
             store = dist.PrefixStore("side", self._store)
             self.side: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, self.timeout)
+            self.side.barrier().wait()  # who leaves while another one still connects breaks that one's set-up
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every process's ``value`` (small, picklable), by process. No process returns before all have called."""
