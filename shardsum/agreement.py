@@ -93,8 +93,9 @@ class Agreement:
         """Open the side channel. Called once the processes have agreed that they construct the same group."""
         if self.world_size > 1:
             store = dist.PrefixStore("side", self._store)
-            self.side: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, self.timeout)
-            self.side.barrier().wait()  # who leaves while another one still connects breaks that one's set-up
+            side: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, self.timeout)
+            self.side = side
+            side.barrier().wait()  # who leaves while another one still connects breaks that one's set-up
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every process's ``value`` (small, picklable), by process. No process returns before all have called."""
