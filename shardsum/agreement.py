@@ -89,8 +89,14 @@ class Agreement:
         # A clone has a connection of its own: waiting here does not hold up other users of the store.
         self._store = dist.PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
 
-    def connect(self) -> None:
-        """Open the side channel. Called once the processes have agreed that they construct the same group."""
+    def connect(self, slots: int) -> None:
+        """Open the side channel. Called once the processes have agreed that they construct the same group.
+
+        Args:
+            slots: how many values :meth:`gather_values` moves in its one all_gather, of any call: gloo ends the program
+                where processes meet with unequal sizes.
+        """
+        self._slots = slots
         if self.world_size > 1:
             store = dist.PrefixStore("side", self._store)
             side: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, self.timeout)
@@ -136,39 +142,47 @@ class Agreement:
             del self._agreed[next(iter(self._agreed))]
         return [s["info"] for s in statements]
 
-    def refuse(self, name: str, error: Exception, slots: int = 0) -> Disagreement:
+    def refuse(self, name: str, error: Exception, counted: bool = False) -> Disagreement:
         """State this process's own error, so that the others raise it too; returns what to raise.
 
         Args:
-            slots: with lengths of form (b), as in :meth:`gather_lengths`, which the others have called; else 0, and
-                then this returns at once.
+            counted: the others call :meth:`gather_values`, as with lengths of form (b); else this returns at once.
         """
         if self.world_size == 1:
             return Disagreement(str(error))
         self._state(name, {}, str(error))
-        if slots:
-            self._header(name, [-1] * (2 + slots))
+        if counted:
+            self._gather(name, [-1] * (2 + self._slots))
         return Disagreement(f"{name}: process {self.rank}: {error}")
 
-    def gather_lengths(self, name: str, signature: Signature, lengths: Sequence[int], slots: int) -> list[list[int]]:
-        """Every process's hosted lengths (at most ``slots`` each), in one small all_gather with the signature's hash.
+    def gather_values(self, name: str, signature: Signature, values: Sequence[int], most: int) -> list[list[int]]:
+        """Every process's ``values``, in a small all_gather with the signature's hash; what is too long for it follows.
+
+        Args:
+            values: ints of 63 bits; their number may differ.
+            most: how many they are at most.
 
         Raises:
             Disagreement, RuntimeError: as :meth:`agree`.
         """
         if self.world_size == 1:
-            return [list(lengths)]
+            return [list(values)]
+        signature = {**signature, "number of values": most}
         key = fingerprint({"name": name, **signature})
-        rows = self._header(name, [key, len(lengths), *lengths, *[0] * (slots - len(lengths))])
-        if any(row[0] != key for row in rows):
+        row = [len(values), *values, *[0] * (max(most, self._slots) - len(values))]
+        rows = self._gather(name, [key, *row[: 1 + self._slots]])
+        if any(theirs[0] != key for theirs in rows):
             self._state(name, signature, None)
             self._collect(name)
-        return [row[2 : 2 + row[1]] for row in rows]
+        if most > self._slots:
+            rest = self._gather(name, row[1 + self._slots :])
+            rows = [first + more for first, more in zip(rows, rest)]
+        return [theirs[2 : 2 + theirs[1]] for theirs in rows]
 
-    def _header(self, name: str, header: list[int]) -> list[list[int]]:
-        """All processes' headers. A process that states something in the store instead of coming ends the wait."""
-        mine = torch.tensor(header, dtype=torch.int64, device="cpu")
-        everyone = torch.empty(self.world_size * len(header), dtype=torch.int64, device="cpu")
+    def _gather(self, name: str, row: list[int]) -> list[list[int]]:
+        """All processes' rows. A process that states something in the store instead of coming ends the wait."""
+        mine = torch.tensor(row, dtype=torch.int64, device="cpu")
+        everyone = torch.empty(self.world_size * len(row), dtype=torch.int64, device="cpu")
         deadline = time.monotonic() + self.timeout.total_seconds()
         try:
             work = self.side._allgather_base(everyone, mine)
@@ -215,6 +229,13 @@ class Agreement:
             lines.append(f"no word from process {', '.join(map(str, silent))}: dead, silent or in another call")
         self.failed = f"{name} (call {self.call}) on process {self.rank} failed: {mine['error']}; " + "; ".join(lines)
         return RuntimeError(self.failed)
+
+    def leave(self, name: str, error: BaseException) -> None:
+        """Tell the others that this process left a call in its middle (an interrupt). Returns at once."""
+        if self.world_size > 1 and self.failed is None:
+            self.failed = f"{name} (call {self.call}) on process {self.rank} was left by {error!r}"
+            mine = {"call": self.call, "name": name, "error": f"left by {error!r}"[:300]}
+            self._store.set(f"failed/{self.rank}", json.dumps(mine))
 
     def _seen(self, processes: set[int]) -> dict[int, str]:
         """What other processes said of their failure, or of this very call."""

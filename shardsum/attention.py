@@ -27,7 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .checks import as_ints
 from .documents import ChunkPlan, plan_chunks
+from .numerics import check_op
 
 if TYPE_CHECKING:
     from .group import ShardGroup
@@ -76,8 +78,8 @@ def context_parallel_attention(
         >>> out = context_parallel_attention(q, k, v, group, lengths=[5, 0, 4], cu_seqlens=[0, 2, 9])
     """
     single = isinstance(q, Tensor)
-    qs, ks, vs = ([x] if isinstance(x, Tensor) else list(x) for x in (q, k, v))
-    plans = _plan(group, qs, ks, vs, lengths, cu_seqlens, causal)
+    qs, ks, vs = ([x] if isinstance(x, Tensor) else x for x in (q, k, v))
+    plans = _plan(group, qs, ks, vs, lengths, cu_seqlens, scale, causal)
     kvs = [torch.cat([key, value], dim=-1) for key, value in zip(ks, vs)]
     gathered = group.exchange(kvs, [p.chunk for p in plans], [p.keys for p in plans], size=plans[-1].chunk[1])
     outs = [
@@ -89,24 +91,26 @@ def context_parallel_attention(
 
 def _plan(
     group: ShardGroup,
-    qs: list[Tensor],
-    ks: list[Tensor],
-    vs: list[Tensor],
+    qs: Sequence[Tensor],
+    ks: Sequence[Tensor],
+    vs: Sequence[Tensor],
     lengths: Sequence[int] | None,
     cu_seqlens: Sequence[int] | Tensor | None,
+    scale: float | None,
     causal: bool,
 ) -> list[ChunkPlan]:
     """Check everything, agree on the lengths if need be, and plan all R chunks."""
     name = "context_parallel_attention"
-    slots = 0 if lengths is not None else max(group.owners.count(p) for p in range(group.world_size))
     try:
         _check_shapes(group.virtual_ranks, qs, ks, vs)
         if lengths is not None:
             _check_lengths(group, qs, lengths)
+        check_op("sum", scale, qs[0].dtype)
     except ValueError as error:
-        raise group.refuse(name, error, slots) from error
+        raise group.refuse(name, error, counted=lengths is None) from error
     if lengths is None:
-        rows = group.gather_ints(name, [q.shape[0] for q in qs], slots)
+        most = max(map(group.owners.count, range(group.world_size)))
+        rows = group.gather_ints(name, [q.shape[0] for q in qs], most)
         lengths = [rows[owner][slot] for owner, slot in map(group.positions, range(group.num_virtual_ranks))]
     try:
         borders = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
@@ -115,16 +119,17 @@ def _plan(
         raise group.refuse(name, error) from error
 
 
-def _check_lengths(group: ShardGroup, qs: list[Tensor], lengths: Sequence[int]) -> None:
-    if len(lengths) != group.num_virtual_ranks:
-        raise ValueError(f"lengths: {len(lengths)} values for {group.num_virtual_ranks} virtual ranks")
+def _check_lengths(group: ShardGroup, qs: Sequence[Tensor], lengths: Sequence[int]) -> None:
+    lengths = as_ints("lengths", lengths, group.num_virtual_ranks)
     for rank, query in zip(group.virtual_ranks, qs):
         if query.shape[0] != lengths[rank]:
             raise ValueError(f"q: virtual rank {rank} has {query.shape[0]} rows, but lengths gives it {lengths[rank]}")
 
 
-def _check_shapes(ranks: Sequence[int], qs: list[Tensor], ks: list[Tensor], vs: list[Tensor]) -> None:
+def _check_shapes(ranks: Sequence[int], qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor]) -> None:
     for name, xs in (("q", qs), ("k", ks), ("v", vs)):
+        if not isinstance(xs, (list, tuple)):
+            raise ValueError(f"{name}: expected a list of Tensors, one for each hosted virtual rank, got {xs!r}")
         if len(xs) != len(ranks):
             raise ValueError(f"{name}: {len(xs)} tensors for the {len(ranks)} virtual ranks hosted here {tuple(ranks)}")
         for rank, x in zip(ranks, xs):

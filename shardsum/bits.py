@@ -71,11 +71,13 @@ def first_difference(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, 
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _tensor_difference("tensor", a, b)
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
+    if not (isinstance(a, Mapping) and isinstance(b, Mapping)):
         raise ValueError("first_difference: pass two tensors or two mappings of tensors, not one of each")
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:
             return Difference(name, (), name in a, name in b, None, 1)
+        if not (isinstance(a[name], Tensor) and isinstance(b[name], Tensor)):
+            raise ValueError(f"first_difference: {name} is {a[name]!r} and {b[name]!r}, expected two tensors")
         found = _tensor_difference(name, a[name], b[name])
         if found is not None:
             return found

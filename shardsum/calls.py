@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import exchange as operators
 from .agreement import Agreement, Disagreement
-from .checks import needs_grad
+from .checks import is_count, needs_grad
 from .engine import Engine, Job, Reduce
 from .exchange_padded import exchange_padded
 from .layout import Interval
@@ -36,7 +36,11 @@ _names = itertools.count()
 
 
 class Handle:
-    """A collective under way. ``wait()`` returns its result; on CUDA it only makes the current stream wait."""
+    """A collective under way. ``wait()`` returns its result; on CUDA it only makes the current stream wait.
+
+    On the CPU a large message travels in several steps. A process takes them in ``wait()``, or in its next call of the
+    group: until then, others may wait for it.
+    """
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         self._finish: Callable[[], Any] | None = finish
@@ -79,9 +83,22 @@ class Runner:
 
     def position(self, virtual_rank: int) -> tuple[int, int]:
         """A virtual rank's process, and its index among that process's shards."""
-        if not isinstance(virtual_rank, int) or not 0 <= virtual_rank < self.num_virtual_ranks:
+        if not is_count(virtual_rank) or not virtual_rank < self.num_virtual_ranks:
             raise ValueError(f"virtual_rank: {virtual_rank!r} is none of the {self.num_virtual_ranks} virtual ranks")
         return self._positions[virtual_rank]
+
+    def begin(self, name: str) -> None:
+        """Begin a call. RuntimeError when the group has failed, or when what an earlier call left open does now."""
+        self.agreement.begin()
+        try:
+            self.close()  # before this process waits for another in this call: the other may wait in that one
+        except RuntimeError as error:
+            raise self.failure(name, error) from error
+
+    def close(self) -> None:
+        """Complete the call that was left open, if any."""
+        if self.engine.wire is not None:
+            self.engine.wire.close()
 
     def run(
         self,
@@ -118,7 +135,7 @@ class Runner:
     ) -> Request:
         """A request whose sources start at 0, from lengths of any form. This process's own errors come before: where
         lengths are counted, the others take part in the transfer from here on."""
-        form, values = classify_lengths(lengths, self.num_virtual_ranks, self.virtual_ranks)
+        form, values = classify_lengths(lengths, self.num_virtual_ranks, self.virtual_ranks, hosted[0].device)
         signature |= {"size": size, "lengths": form, **describe_rows(hosted)}
         if signature.get("grad") != "identity":
             signature["requires grad"] = needs_grad(hosted)  # all take part in the backward, or none
@@ -155,17 +172,14 @@ class Runner:
         request.sources = tuple((0, n) for n in values)
         return request
 
-    @property
-    def _slots(self) -> int:
-        return max(self._hosted.values()) + 1
-
     def _count(
         self, name: str, signature: dict[str, Any], counts: list[int], out: Tensor | None
     ) -> tuple[list[int], list[int]]:
         """All R lengths from the hosted shards' row counts (form b), and the rows of every process's ``out``: one small
         all_gather on the host."""
         rows = -1 if out is None else out.shape[0]
-        everyone = self.agreement.gather_lengths(name, signature, [*counts, rows], self._slots)
+        most = max(self._hosted.values()) + 1
+        everyone = self.agreement.gather_values(name, signature, [*counts, rows], most)
         out_rows = [row[-1] for row in everyone] if self.world_size > 1 else []
         return [everyone[owner][slot] for owner, slot in self._positions], out_rows
 
@@ -204,8 +218,9 @@ class Runner:
                 again without all this; None where it never is.
         """
         if torch.compiler.is_compiling():
-            return deliver(self._apply(build()))
-        self.agreement.begin()
+            result = deliver(self._apply(build()))
+            return Handle(lambda: result) if async_op else result
+        self.begin(name)
         key = None
         if known_by is not None and not async_op and self.engine.peers is not None:
             key = self.replays.key(name, shards, known_by[0], out, known_by[1])
@@ -219,7 +234,7 @@ class Runner:
         except Exception as error:
             if self.agreement.failed is not None:
                 raise
-            raise self.agreement.refuse(name, error, self._slots if lengths is None else 0) from error
+            raise self.agreement.refuse(name, error, counted=lengths is None) from error
         if lengths is not None:  # counted lengths have agreed on the way
             self.agreement.agree(name, request.signature)
         self._agreed = True
@@ -232,6 +247,11 @@ class Runner:
             return deliver(outs)
         except RuntimeError as error:
             raise self.failure(name, error) from error
+        except ValueError:
+            raise
+        except BaseException as error:  # the next call would meet what the others still send of this one
+            self.agreement.leave(name, error)
+            raise
         finally:
             self._agreed = False
 
@@ -265,23 +285,21 @@ class Runner:
 
     def agree_compiled(
         self,
-        name: str,
+        terms: operators.Terms,
         first: Tensor,
-        reduce: Reduce,
-        grad: str,
         bounds: list[Any],
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Check and compare the arguments of an operator that compiled code calls (eager calls have done it)."""
         if self._agreed:
             return
-        self.agreement.begin()
+        self.begin(terms.name)
         try:
             check()
         except ValueError as error:
-            raise self.agreement.refuse(name, error) from error
-        signature = {"grad": grad, "bounds": bounds, **describe_reduce(reduce), **describe_rows([first])}
-        self.agreement.agree(name, signature)
+            raise self.agreement.refuse(terms.name, error) from error
+        signature = {"grad": terms.grad, "bounds": bounds, **describe_reduce(terms.reduce), **describe_rows([first])}
+        self.agreement.agree(terms.name, signature)
 
     def failure(self, name: str, error: RuntimeError) -> RuntimeError:
         """A transfer's error, with the names of who is missing; a lone process's errors are its own."""
@@ -292,11 +310,12 @@ class Runner:
     def _apply(self, request: Request) -> list[Tensor]:
         """Run as a registered operator (with autograd, or while compiling)."""
         reduce = request.reduce
-        tail = (request.kinds, reduce.op, reduce.scale, reduce.dtype, request.grad, self.name)
+        tail = (request.name, request.kinds, reduce.op, reduce.scale, reduce.dtype, request.grad, self.name)
         sinks = operators.flatten(request.sinks)
         if request.sources is None:
             return exchange_padded(request.shards[0], request.device_lengths, sinks, *tail)[:-1]
-        return operators.exchange(request.shards, operators.flatten(request.sources), sinks, None, *tail)
+        sources = operators.flatten(request.sources)
+        return operators.exchange(request.shards, sources, sinks, None, request.size, *tail)
 
     def _job(self, request: Request) -> Job:
         if request.sources is None:  # its arguments were compared just now, so it runs now, also with async_op
@@ -308,9 +327,13 @@ class Runner:
         tensors = [*request.shards, *([] if request.device_lengths is None else [request.device_lengths])]
         if not tensors[0].is_cuda:
             job = self._job(request)
+            if job.more and self.engine.wire is not None:
+                self.engine.wire.leave_open(job.result)
 
             def finish() -> Any:
                 try:
+                    if job.more:
+                        self.close()
                     return deliver(job.result())
                 except RuntimeError as error:
                     raise self.failure(request.name, error) from error

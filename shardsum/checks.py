@@ -58,11 +58,26 @@ def check_host_lengths(
     return lengths, begins, check_size(size)
 
 
+def as_index(value: Any) -> int:
+    """``value`` as an int. TypeError for what is none, and for a bool: a row of a mask is no list of lengths."""
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        raise TypeError
+    return operator.index(value)
+
+
+def is_count(value: Any) -> bool:
+    """Whether ``value`` is an int, not a bool, that a 64-bit count can hold."""
+    try:
+        return 0 <= as_index(value) < 2**63
+    except TypeError:
+        return False
+
+
 def check_size(size: Any) -> int:
     if torch.compiler.is_compiling():  # a symbol; the operator sees the value
         return size
     try:
-        value = operator.index(size)
+        value = as_index(size)
     except TypeError:
         raise ValueError(f"size: expected an int, got {size!r}") from None
     if not 0 <= value < _MAX_POSITIONS:
@@ -72,7 +87,9 @@ def check_size(size: Any) -> int:
 
 def as_ints(name: str, values: Sequence[int], count: int) -> list[int]:
     try:
-        ints = list(values) if torch.compiler.is_compiling() else [operator.index(v) for v in values]
+        ints = list(values)
+        if not torch.compiler.is_compiling() and {*map(type, ints)} != {int}:
+            ints = [as_index(v) for v in ints]
     except TypeError:
         raise ValueError(f"{name}: expected {count} ints or an integer Tensor, got {values!r}") from None
     if len(ints) != count:
@@ -115,6 +132,12 @@ def check_shards(shards: Sequence[Tensor], first_rank: Sequence[int] | None = No
                 f"the first has {tuple(first.shape[1:])}"
             )
     return shards
+
+
+def check_writable(out: Tensor) -> None:
+    """Raise ValueError when elements of ``out`` share memory."""
+    if any(stride == 0 and n > 1 for n, stride in zip(out.shape, out.stride())):
+        raise ValueError(f"out: is expanded (strides {out.stride()}); several elements share one place in memory")
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:

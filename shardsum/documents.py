@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import index
 
+from .checks import as_index
 from .layout import Interval, intervals_of
 
 
@@ -59,7 +59,7 @@ def plan_chunks(
 
 def _as_ints(name: str, values: Sequence[int]) -> list[int]:
     try:
-        return [index(value) for value in values]
+        return [as_index(value) for value in values]
     except TypeError as error:
         raise ValueError(f"{name}: expected integers, got {values!r}") from error
 

@@ -55,15 +55,31 @@ LOCAL_ROUTE = Route("local", False, 1, (0,), (0,), "one process: the shards are 
 
 
 class Job:
-    """An exchange under way; the first transfers have started. ``result()`` completes it, once."""
+    """An exchange under way; the first transfers have started. ``result()`` completes it; called again after an error
+    it raises that error.
 
-    def __init__(self, outs: list[Tensor], steps: Iterator[None]) -> None:
+    Args:
+        outs: the results, once it is complete.
+        steps: what is left to do; stops once after the first transfers have started.
+        more: whether ``steps`` will start further transfers.
+    """
+
+    def __init__(self, outs: list[Tensor], steps: Iterator[None], more: bool = False) -> None:
+        self.more = more
         self._outs, self._steps = outs, steps
+        self._error: BaseException | None = None
         next(steps, None)
 
     def result(self) -> list[Tensor]:
-        for _ in self._steps:
-            pass
+        if self._error is not None:
+            raise self._error
+        try:
+            for _ in self._steps:
+                pass
+        except BaseException as error:
+            self._error = error
+            raise
+        self.more = False
         return self._outs
 
 
@@ -116,7 +132,7 @@ class Engine:
             rows = self._rows_per_chunk(plan, route.chunks)
             buffer = first.new_empty((rows * route.chunks, *trailing), dtype=reduce.dtype)
             outs = [buffer[: length(plan.sinks[0])]]
-            return Job(outs, self._two_shot(plan, shards, reduce, buffer, rows))
+            return Job(outs, self._two_shot(plan, shards, reduce, buffer, rows), more=True)
         if out is not None and out.is_contiguous():
             outs = [out]
         else:
@@ -124,7 +140,7 @@ class Engine:
         if route.transport == "peer":
             self._by_peers(plan, shards, reduce, outs)
             return Job(outs, iter(()))
-        return Job(outs, self._one_shot(plan, shards, reduce, outs, route))
+        return Job(outs, self._one_shot(plan, shards, reduce, outs, route), more=route.chunks > 1)
 
     def _by_peers(
         self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, outs: list[Tensor], *lengths: Tensor
@@ -149,9 +165,10 @@ class Engine:
         return [*outs, lengths.new_zeros(len(self.owners))]
 
     def begin(self, route: Route) -> None:
-        """Note the route of a new call and count its bytes from 0."""
+        """Note the route of a new call and count its bytes from 0. All transfers of earlier calls start before it."""
         self.last = route
         if self.wire is not None:
+            self.wire.close()
             self.wire.traffic.sent = self.wire.traffic.received = 0
 
     def _hosted(self, plan: ExchangePlan) -> list[int]:

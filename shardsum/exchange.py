@@ -5,12 +5,7 @@
 
 The adjoint of an exchange is the exchange with sources and sinks swapped; a mean divides by the forward's count of
 contributions, in the accumulator's dtype, before the one rounding. Only tensors, ints and strings cross the boundary:
-intervals as flat ``SymInt[]`` (begin, end, begin, end, ...), the group by name.
-
-``kinds`` says what sources and sinks are, one letter each: "v" virtual ranks, "p" processes (a result that every
-process gets). ``grad`` says what the gradient of a replicated result means: "sum" adds the processes' cotangents,
-"identity" takes this process's own as the whole one. "adjoint" marks an exchange of cotangents: what the forward agreed
-on covers it.
+intervals as flat ``SymInt[]`` (begin, end, begin, end, ...), ``size`` as the end of all positions, and :class:`Terms`.
 
 Shards may have more rows than their interval (the rest is not read), and ``rows`` asks for results with zeros behind
 theirs: so compiled code neither slices nor makes tensors whose size is a length, which would compile anew for 0 and 1.
@@ -19,6 +14,7 @@ theirs: so compiled code neither slices nor makes tensors whose size is a length
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -32,7 +28,7 @@ from .numerics import accumulator_dtype
 from .operators import finish_gradient
 from .reference import contributions
 from .registry import define
-from .requests import check_lengths
+from .requests import check_intervals, check_lengths
 
 if TYPE_CHECKING:
     from .calls import Runner
@@ -49,36 +45,68 @@ def intervals(flat: Sequence[int]) -> tuple[Interval, ...]:
     return tuple(zip(flat[::2], flat[1::2]))
 
 
+@dataclass(frozen=True)
+class Terms:
+    """The last arguments of both operators, in their order.
+
+    Attributes:
+        name: the collective, for errors.
+        kinds: what sources and sinks are, one letter each: "v" virtual ranks, "p" processes (a result that every
+            process gets).
+        op, scale, dtype: see :class:`shardsum.engine.Reduce`.
+        grad: what the gradient of a replicated result means: "sum" adds the processes' cotangents, "identity" takes
+            this process's own as the whole one. "adjoint" marks an exchange of cotangents: what the forward agreed on
+            covers it.
+        group: the group's name.
+    """
+
+    name: str
+    kinds: str
+    op: str
+    scale: float | None
+    dtype: torch.dtype
+    grad: str
+    group: str
+
+    #: Their part of an operator's schema.
+    SCHEMA = "str name, str kinds, str op, float? scale, ScalarType dtype, str grad, str group) -> Tensor[]"
+
+    @property
+    def owner(self) -> Runner:
+        return groups[self.group]
+
+    @property
+    def reduce(self) -> Reduce:
+        return Reduce(self.op, self.scale, self.dtype)
+
+    def adjoint(self, op: str, scale: float | None, dtype: torch.dtype) -> tuple[Any, ...]:
+        """The terms, as arguments, of the exchange of cotangents."""
+        return f"backward of {self.name}", self.kinds[::-1], op, scale, dtype, "adjoint", self.group
+
+
 # exchange
 
 
 def _exchange(
-    shards: list[Tensor],
-    sources: list[int],
-    sinks: list[int],
-    rows: list[int] | None,
-    kinds: str,
-    op: str,
-    scale: float | None,
-    dtype: torch.dtype,
-    grad: str,
-    group: str,
+    shards: list[Tensor], sources: list[int], sinks: list[int], rows: list[int] | None, size: int, *tail: Any
 ) -> list[Tensor]:
-    owner, reduce = groups[group], Reduce(op, scale, dtype)
-    if grad != "adjoint":
-        lengths = [e - b for b, e in intervals(sources)]
-        size = sinks[1] if kinds == "vp" else None  # else what lies beyond the outputs is ignored
+    terms = Terms(*tail)
+    owner, held, wanted = terms.owner, intervals(sources), intervals(sinks)
+    if terms.grad != "adjoint":
 
         def check() -> None:
-            check_lengths(lengths, shards, owner.virtual_ranks, size)
+            if terms.name == "exchange":
+                check_intervals("in_intervals", held, len(held), size)
+                check_intervals("out_intervals", wanted, len(wanted), size)
+            check_lengths([e - b for b, e in held], shards, owner.virtual_ranks, size)
 
-        owner.agree_compiled("exchange", shards[0], reduce, grad, [kinds, sources, sinks], check)
-    held = owner.hosted(intervals(sources), kinds[0])
-    narrowed = [s if s.shape[0] == e - b else s[: e - b] for s, (b, e) in zip(shards, held)]
+        owner.agree_compiled(terms, shards[0], [size, sources, sinks], check)
+    hosted = owner.hosted(held, terms.kinds[0])
+    narrowed = [s if s.shape[0] == e - b else s[: e - b] for s, (b, e) in zip(shards, hosted)]
     try:
-        outs = owner.run(narrowed, intervals(sources), intervals(sinks), kinds, reduce).result()
+        outs = owner.run(narrowed, held, wanted, terms.kinds, terms.reduce).result()
     except RuntimeError as error:
-        raise owner.failure("exchange" if grad != "adjoint" else "backward of exchange", error) from error
+        raise owner.failure(terms.name, error) from error
     return _with_rows(outs, rows or [o.shape[0] for o in outs])
 
 
@@ -91,66 +119,55 @@ def _with_rows(tensors: list[Tensor], rows: Sequence[int]) -> list[Tensor]:
 
 
 def _exchange_fake(
-    shards: list[Tensor],
-    sources: list[int],
-    sinks: list[int],
-    rows: list[int] | None,
-    kinds: str,
-    op: str,
-    scale: float | None,
-    dtype: torch.dtype,
-    grad: str,
-    group: str,
+    shards: list[Tensor], sources: list[int], sinks: list[int], rows: list[int] | None, size: int, *tail: Any
 ) -> list[Tensor]:
-    trailing = shards[0].shape[1:]
-    sizes = rows or [e - b for b, e in groups[group].hosted(intervals(sinks), kinds[1])]
-    return [shards[0].new_empty((n, *trailing), dtype=dtype) for n in sizes]
+    terms, trailing = Terms(*tail), shards[0].shape[1:]
+    sizes = rows or [e - b for b, e in terms.owner.hosted(intervals(sinks), terms.kinds[1])]
+    return [shards[0].new_empty((n, *trailing), dtype=terms.dtype) for n in sizes]
 
 
 exchange = define(
-    "exchange(Tensor[] shards, SymInt[] sources, SymInt[] sinks, SymInt[]? rows, str kinds, str op, float? scale, "
-    "ScalarType dtype, str grad, str group) -> Tensor[]",
+    f"exchange(Tensor[] shards, SymInt[] sources, SymInt[] sinks, SymInt[]? rows, SymInt size, {Terms.SCHEMA}",
     _exchange,
     _exchange_fake,
 )
 
 
 def _setup(ctx: Any, inputs: tuple, output: Any) -> None:
-    shards, ctx.sources, ctx.sinks, _, ctx.kinds, ctx.op, ctx.scale, _, ctx.grad, ctx.group = inputs
-    ctx.rows, ctx.dtype = [s.shape[0] for s in shards], shards[0].dtype
-    ctx.owner = groups[ctx.group]  # the group lives until its last backward
+    shards, ctx.sources, ctx.sinks, _, ctx.size, *tail = inputs
+    ctx.rows, ctx.dtype, ctx.terms = [s.shape[0] for s in shards], shards[0].dtype, Terms(*tail)
+    ctx.owner = ctx.terms.owner  # the group lives until its last backward
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple:
     grads = [g.contiguous() for g in grads]
-    shards = _local_adjoint(ctx, grads[0]) if ctx.grad == "identity" else _exchange_adjoint(ctx, grads)
-    return shards, *[None] * 9
+    shards = _local_adjoint(ctx, grads[0]) if ctx.terms.grad == "identity" else _exchange_adjoint(ctx, grads)
+    return shards, *[None] * 11
 
 
 def _local_adjoint(ctx: Any, grad: Tensor) -> list[Tensor]:
     """The replicated result's cotangent is the same everywhere: each hosted shard takes its part, nothing travels."""
     begin = ctx.sinks[0]
     bounds = [x - begin for x in ctx.sources]
-    if ctx.op == "mean":
+    if ctx.terms.op == "mean":
         grad = grad.to(accumulator_dtype(ctx.dtype))
         grad = finish_gradient(grad, coverage(grad, bounds, grad.shape[0]), None, grad.dtype)
-    hosted = flatten(ctx.owner.hosted(intervals(bounds), ctx.kinds[0]))
-    return local_adjoint(grad, hosted, ctx.rows, ctx.scale, ctx.dtype)
+    hosted = flatten(ctx.owner.hosted(intervals(bounds), ctx.terms.kinds[0]))
+    return local_adjoint(grad, hosted, ctx.rows, ctx.terms.scale, ctx.dtype)
 
 
 def _exchange_adjoint(ctx: Any, grads: list[Tensor]) -> list[Tensor]:
-    acc = accumulator_dtype(ctx.dtype)
+    acc, scale = accumulator_dtype(ctx.dtype), ctx.terms.scale
     if acc == torch.float64:  # a float32 result of float64 shards: their gradient is added in float64
         grads = [g.to(acc) for g in grads]
-    mean = ctx.op == "mean"
-    fused = (None, acc) if mean else (ctx.scale, ctx.dtype)
-    kinds = ctx.kinds[::-1]
-    shards = exchange(grads, ctx.sinks, ctx.sources, ctx.rows, kinds, "sum", *fused, "adjoint", ctx.group)
+    mean = ctx.terms.op == "mean"
+    tail = ctx.terms.adjoint("sum", *((None, acc) if mean else (scale, ctx.dtype)))
+    shards = exchange(grads, ctx.sinks, ctx.sources, ctx.rows, ctx.size, *tail)
     if not mean:
         return shards
-    hosted = ctx.owner.hosted(intervals(ctx.sources), ctx.kinds[0])
+    hosted = ctx.owner.hosted(intervals(ctx.sources), ctx.terms.kinds[0])
     counts = [coverage(s, [x - b for x in ctx.sources], s.shape[0]) for s, (b, _) in zip(shards, hosted)]
-    return [finish_gradient(s, count, ctx.scale, ctx.dtype) for s, count in zip(shards, counts)]
+    return [finish_gradient(s, count, scale, ctx.dtype) for s, count in zip(shards, counts)]
 
 
 exchange.differentiate(_setup, _backward)

@@ -16,35 +16,25 @@ from torch import Tensor
 
 from . import kernels, native, operators
 from .engine import LOCAL_ROUTE, Engine, Reduce, Route
-from .exchange import exchange, groups, intervals
+from .exchange import Terms, exchange, intervals
 from .layout import Interval
 from .numerics import accumulator_dtype
 from .operators import finish_gradient, readable
 from .registry import define
 
 
-def _exchange_padded(
-    x: Tensor,
-    lengths: Tensor,
-    sinks: list[int],
-    kinds: str,
-    op: str,
-    scale: float | None,
-    dtype: torch.dtype,
-    grad: str,
-    group: str,
-) -> list[Tensor]:
-    owner = groups[group]
-    reduce = Reduce(op, scale, dtype)
-    owner.agree_compiled("exchange_padded", x, reduce, grad, [kinds, x.shape[1], sinks])
+def _exchange_padded(x: Tensor, lengths: Tensor, sinks: list[int], *tail: Any) -> list[Tensor]:
+    terms = Terms(*tail)
+    owner, reduce = terms.owner, terms.reduce
+    owner.agree_compiled(terms, x, [x.shape[1], sinks])
     if owner.engine.peers is not None and owner.engine.transport != "gather":
-        plan = owner.engine.plan(((0, x.shape[1]),) * owner.num_virtual_ranks, intervals(sinks), kinds)
+        plan = owner.engine.plan(((0, x.shape[1]),) * owner.num_virtual_ranks, intervals(sinks), terms.kinds)
         return owner.engine.padded_by_peers(plan, x, lengths, reduce)
     try:
         rows, all_lengths = gather_padded(owner.engine, x, lengths)
     except RuntimeError as error:
-        raise owner.failure("exchange_padded", error) from error
-    wanted = owner.hosted(intervals(sinks), kinds[1])
+        raise owner.failure(terms.name, error) from error
+    wanted = owner.hosted(intervals(sinks), terms.kinds[1])
     outs = [sum_padded_part(rows, all_lengths, interval, reduce) for interval in wanted]
     return [*outs, all_lengths]
 
@@ -100,21 +90,11 @@ def sum_padded_part(rows: Tensor, lengths: Tensor, wanted: Interval, reduce: Red
     return out
 
 
-def _exchange_padded_fake(
-    x: Tensor,
-    lengths: Tensor,
-    sinks: list[int],
-    kinds: str,
-    op: str,
-    scale: float | None,
-    dtype: torch.dtype,
-    grad: str,
-    group: str,
-) -> list[Tensor]:
-    owner = groups[group]
-    wanted = owner.hosted(intervals(sinks), kinds[1])
-    outs = [x.new_empty((e - b, *x.shape[2:]), dtype=dtype) for b, e in wanted]
-    return [*outs, x.new_empty((gathered_rows(owner.engine),), dtype=torch.int64)]
+def _exchange_padded_fake(x: Tensor, lengths: Tensor, sinks: list[int], *tail: Any) -> list[Tensor]:
+    terms = Terms(*tail)
+    wanted = terms.owner.hosted(intervals(sinks), terms.kinds[1])
+    outs = [x.new_empty((e - b, *x.shape[2:]), dtype=terms.dtype) for b, e in wanted]
+    return [*outs, x.new_empty((gathered_rows(terms.owner.engine),), dtype=torch.int64)]
 
 
 def gathered_rows(engine: Engine) -> int:
@@ -127,42 +107,42 @@ def gathered_rows(engine: Engine) -> int:
 
 
 exchange_padded = define(
-    "exchange_padded(Tensor x, Tensor lengths, SymInt[] sinks, str kinds, str op, float? scale, ScalarType dtype, "
-    "str grad, str group) -> Tensor[]",
+    f"exchange_padded(Tensor x, Tensor lengths, SymInt[] sinks, {Terms.SCHEMA}",
     _exchange_padded,
     _exchange_padded_fake,
 )
 
 
 def _padded_setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, lengths, ctx.sinks, ctx.kinds, ctx.op, ctx.scale, _, ctx.grad, ctx.group = inputs
+    x, lengths, ctx.sinks, *tail = inputs
     ctx.save_for_backward(lengths.clone(), output[-1])
-    ctx.capacity, ctx.dtype, ctx.device, ctx.owner = x.shape[1], x.dtype, x.device, groups[ctx.group]
+    ctx.capacity, ctx.dtype, ctx.device, ctx.terms = x.shape[1], x.dtype, x.device, Terms(*tail)
+    ctx.owner = ctx.terms.owner  # the group lives until its last backward
 
 
 def _padded_backward(ctx: Any, grads: list[Tensor]) -> tuple:
     """Cotangents come to every source whole (its length is not known on the host), then the length selects."""
     lengths, all_lengths = ctx.saved_tensors
-    owner = ctx.owner
+    owner, terms = ctx.owner, ctx.terms
     outs = [g.contiguous() for g in grads[:-1]]
     acc = accumulator_dtype(ctx.dtype)
     end = max(ctx.sinks[1::2])
-    if ctx.grad == "identity":
+    if terms.grad == "identity":
         whole = [outs[0]] * len(owner.virtual_ranks)
     else:
         held = [0, end] * owner.num_virtual_ranks
         outs = [g.to(acc) for g in outs] if acc == torch.float64 else outs
-        whole = exchange(outs, ctx.sinks, held, None, ctx.kinds[::-1], "sum", None, acc, "adjoint", ctx.group)
+        whole = exchange(outs, ctx.sinks, held, None, end, *terms.adjoint("sum", None, acc))
     count = None
-    if ctx.op == "mean":
+    if terms.op == "mean":
         count = (torch.arange(end, device=ctx.device) < all_lengths.clamp(0, ctx.capacity)[:, None]).sum(0)
-    if count is not None or ctx.scale is not None:
-        whole = [finish_gradient(w.to(acc), count, ctx.scale, ctx.dtype) for w in whole]
+    if count is not None or terms.scale is not None:
+        whole = [finish_gradient(w.to(acc), count, terms.scale, ctx.dtype) for w in whole]
     rows = torch.stack([w.to(ctx.dtype) for w in whole])
     if end < ctx.capacity:
         rows = torch.cat([rows, rows.new_zeros((rows.shape[0], ctx.capacity - end, *rows.shape[2:]))], 1)
     valid = torch.arange(ctx.capacity, device=ctx.device) < lengths[:, None]
-    return operators.select(valid, rows[:, : ctx.capacity]), *[None] * 8
+    return operators.select(valid, rows[:, : ctx.capacity]), *[None] * 9
 
 
 exchange_padded.differentiate(_padded_setup, _padded_backward)

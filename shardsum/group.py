@@ -4,7 +4,8 @@
 process; G = R is one rank a process; anything between hosts several ranks a process. The result of a collective
 depends on the shards and on R, never on G, the placement, the transport or the device.
 
-Common to all collectives (every process makes the same calls in the same order, from one thread):
+Common to all collectives (every process makes the same calls in the same order, from one thread, over all ShardGroups
+that share a ProcessGroup):
 
 shards    one Tensor ``(length, *F)`` when this process hosts one virtual rank, else a list in increasing virtual-rank
           order; padded Tensors ``(S_MAX, *F)``, or one ``(k, S_MAX, *F)`` for k hosted ranks, with ``lengths``.
@@ -122,7 +123,7 @@ class ShardGroup:
         signature: dict[str, Any] = {"num_virtual_ranks": self.num_virtual_ranks, "placement": list(self.owners)}
         signature |= {"transport": transport, "check": check, "device": self.device.type, "costs": repr(table)}
         membership.refuse_shared_gpu(self._agreement.agree("ShardGroup", signature, membership.gpu(self.device)))
-        self._agreement.connect()
+        self._agreement.connect(max(map(self.owners.count, range(self.world_size))) + 1)
         wire = Wire(pg, limit) if pg is not None and self.world_size > 1 else None
         peers = self._find_peers(transport, limit) if wire is not None else None
         self.engine = Engine(self.owners, self.rank, wire, transport, table, peers)
@@ -201,7 +202,7 @@ class ShardGroup:
             end = None if size is None else check_size(size)
             request = self._runner.with_lengths("all_reduce", hosted, lengths, end, signature, out)
             end = self._runner.end(request, end)
-            request.sinks, request.kinds = ((0, end),) * self.world_size, "vp"
+            request.sinks, request.kinds, request.size = ((0, end),) * self.world_size, "vp", end
             request.reduce, request.grad = reduce, grad
             self._runner.take_out(request, out, end)
             return request
@@ -246,7 +247,8 @@ class ShardGroup:
             signature["splits"] = None if splits is None else as_ints("splits", splits, self.num_virtual_ranks)
             end = None if size is None else check_size(size)
             request = self._runner.with_lengths("reduce_scatter", hosted, lengths, end, signature)
-            parts = check_splits(signature["splits"], self.num_virtual_ranks, self._runner.end(request, end))
+            request.size = self._runner.end(request, end)
+            parts = check_splits(signature["splits"], self.num_virtual_ranks, request.size)
             request.sinks, request.kinds = tuple(intervals_of(parts)), "vv"
             request.reduce, request.grad = reduce, "sum"
             return request
@@ -290,7 +292,7 @@ class ShardGroup:
                 )
             request.sources = tuple(intervals_of([end - begin for begin, end in request.sources]))
             total = request.sources[-1][1]
-            request.sinks, request.kinds = ((0, total),) * self.world_size, "vp"
+            request.sinks, request.kinds, request.size = ((0, total),) * self.world_size, "vp", total
             request.reduce, request.grad = Reduce("copy", None, hosted[0].dtype), grad
             self._runner.take_out(request, out, total)
             return request
@@ -336,12 +338,14 @@ class ShardGroup:
             end = check_size(size)
             sources = check_intervals("in_intervals", in_intervals, self.num_virtual_ranks, end)
             sinks = check_intervals("out_intervals", out_intervals, self.num_virtual_ranks, end)
-            lengths = [e - b for b, e in sources]
-            check_lengths(lengths, hosted, self.virtual_ranks, None)
+            rows = hosted
+            if not torch.compiler.is_compiling():  # bounds are symbols there; the operator checks and narrows
+                lengths = [e - b for b, e in sources]
+                check_lengths(lengths, hosted, self.virtual_ranks, None)
+                rows = narrow(hosted, lengths, self.virtual_ranks)
             signature = {"size": end, **describe_reduce(reduce), **describe_rows(hosted)}
             signature |= {"in_intervals": sources, "out_intervals": sinks, "requires grad": needs_grad(hosted)}
-            rows = narrow(hosted, lengths, self.virtual_ranks)
-            return Request("exchange", rows, sources, sinks, "vv", reduce, "sum", signature)
+            return Request("exchange", rows, sources, sinks, "vv", reduce, "sum", signature, end)
 
         return self._runner.collective(
             "exchange",
@@ -402,16 +406,16 @@ class ShardGroup:
 
     # Agreement for operations made of several collectives
 
-    def refuse(self, name: str, error: Exception, slots: int = 0) -> ValueError:
+    def refuse(self, name: str, error: Exception, counted: bool = False) -> ValueError:
         """State this process's own error in place of the collective that the other processes call next; returns what
-        to raise. ``slots`` as in :meth:`gather_ints` when that is what they call."""
-        self._agreement.begin()
-        return self._agreement.refuse(name, error, slots)
+        to raise. ``counted`` when that is :meth:`gather_ints`, or a collective with lengths of form (b)."""
+        self._runner.begin(name)
+        return self._agreement.refuse(name, error, counted)
 
-    def gather_ints(self, name: str, values: Sequence[int], slots: int) -> list[list[int]]:
-        """Every process's ``values``, at most ``slots`` ints of 63 bits, by process: on the host's side channel."""
-        self._agreement.begin()
-        return self._agreement.gather_lengths(name, {"slots": slots}, values, slots)
+    def gather_ints(self, name: str, values: Sequence[int], most: int) -> list[list[int]]:
+        """Every process's ``values``, at most ``most`` ints of 63 bits, by process: on the host's side channel."""
+        self._runner.begin(name)
+        return self._agreement.gather_values(name, {}, values, most)
 
     # What happened and what would happen
 

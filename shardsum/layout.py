@@ -44,8 +44,7 @@ def split_evenly(size: int, parts: int) -> list[int]:
         >>> split_evenly(10, 4)
         [3, 3, 2, 2]
     """
-    base, longer = divmod(size, parts)
-    return [base + (i < longer) for i in range(parts)]
+    return [(size + parts - 1 - i) // parts for i in range(parts)]
 
 
 def intervals_of(splits: Sequence[int]) -> list[Interval]:

@@ -65,7 +65,7 @@ def _has_cuda_backend(pg: dist.ProcessGroup) -> bool:
 def timeout(pg: dist.ProcessGroup | None, timeout: float | timedelta | None) -> timedelta:
     if timeout is not None:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if not isinstance(seconds, Real) or not 0 < seconds <= _MAX_SECONDS:
+        if not isinstance(seconds, Real) or isinstance(seconds, bool) or not 0 < seconds <= _MAX_SECONDS:
             raise ValueError(f"timeout: expected seconds between 0 and {_MAX_SECONDS} or a timedelta, got {timeout!r}")
         return timedelta(seconds=float(seconds))
     if pg is not None:

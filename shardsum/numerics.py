@@ -80,7 +80,7 @@ def check_op(op: str, scale: float | None, dtype: torch.dtype) -> float | None:
     if scale is None or torch.compiler.is_compiling():  # may be a symbol there
         return scale
     try:
-        if isinstance(scale, Real):
+        if isinstance(scale, Real) and not isinstance(scale, bool):
             return float(scale)
     except OverflowError:
         pass

@@ -25,6 +25,7 @@ from .checks import (
     check_index_tensor,
     check_shards,
     check_size,
+    check_writable,
     describe,
     is_strided,
     needs_grad,
@@ -77,6 +78,8 @@ def ragged_sum(
         >>> ragged_sum(x, [1, 3])
         tensor([30, 21, 22])
     """
+    if not isinstance(accumulate, bool):
+        raise ValueError(f"accumulate: expected a bool, got {accumulate!r}")
     if accumulate and out is None:
         raise ValueError("accumulate: needs out, the tensor to add to")
     if isinstance(shards, Tensor):
@@ -333,8 +336,7 @@ def _result(
         raise ValueError(f"out: shape {tuple(out.shape)}, but the result has {(size, *trailing)}")
     if out.dtype != out_dtype or out.device != x.device:
         raise ValueError(f"out: {out.dtype} on {out.device}, but the result is {out_dtype} on {x.device}")
-    if any(stride == 0 and n > 1 for n, stride in zip(out.shape, out.stride())):
-        raise ValueError(f"out: is expanded (strides {out.stride()}); several elements share one place in memory")
+    check_writable(out)
     if needs_grad([out]):
         raise ValueError("out: requires grad; the result is written in place without autograd")
     for r, shard in enumerate(shards):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from .numerics import accumulator_dtype
+from .numerics import accumulator_dtype, check_op
 
 if TYPE_CHECKING:
     from .group import ShardGroup
@@ -207,7 +207,7 @@ def reduce_gradients(group: ShardGroup, replicas: Replicas[M], *, scale: float |
     Raises:
         ValueError: on every process, when a replica went stale on one of them.
     """
-    used = _agree_on_used(group, replicas)
+    used = _agree_on_used(group, replicas, scale)
     parameters = replicas.trainable()
     for name, p in parameters.items():
         if name not in used:
@@ -231,22 +231,25 @@ def _deliver(parameters: dict[str, nn.Parameter], bucket: _Bucket, handle: Any) 
         p.grad = torch.empty_like(p).copy_(part.view(p.shape))
 
 
-def _agree_on_used(group: ShardGroup, replicas: Replicas[M]) -> set[str]:
+def _agree_on_used(group: ShardGroup, replicas: Replicas[M], scale: float | None) -> set[str]:
     """The parameters that some virtual rank has a gradient for, the same set on every process.
 
     Only the hosting process knows. One bit a parameter travels on the host's side channel: no GPU is waited for.
     """
     names = list(replicas.trainable())
-    slots = len(names) // _WORD + 1
     try:
+        if replicas.virtual_ranks != group.virtual_ranks:
+            ours, theirs = list(group.virtual_ranks), list(replicas.virtual_ranks)
+            raise ValueError(f"replicas: of virtual ranks {theirs}, but this process hosts {ours}; another group's?")
+        check_op("sum", scale, torch.float32)
         replicas.check()
     except ValueError as error:
-        raise group.refuse("reduce_gradients", error, slots) from error
-    words = [0] * slots
+        raise group.refuse("reduce_gradients", error, counted=True) from error
+    words = [0] * (len(names) // _WORD + 1)
     for i, name in enumerate(names):
         if any(g is not None for g in replicas.gradients(name)):
             words[i // _WORD] |= 1 << i % _WORD
-    everyone = group.gather_ints("reduce_gradients", words, slots)
+    everyone = group.gather_ints("reduce_gradients", words, len(words))
     return {n for i, n in enumerate(names) if any(row[i // _WORD] >> i % _WORD & 1 for row in everyone)}
 
 

@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .checks import as_ints, check_index_tensor, check_shards, check_size, describe, is_strided, needs_grad, overlap
+from .checks import (
+    as_ints,
+    check_index_tensor,
+    check_shards,
+    check_size,
+    check_writable,
+    describe,
+    is_count,
+    is_strided,
+    needs_grad,
+    overlap,
+)
 from .engine import Reduce
 from .layout import Interval, split_evenly
 from .numerics import check_op, resolve_out_dtype
@@ -33,6 +44,7 @@ class Request:
     reduce: Reduce
     grad: str
     signature: dict[str, Any]
+    size: int = 0  # the end of all positions
     device_lengths: Tensor | None = None
     out: Tensor | None = None
     out_rows: Sequence[int] = ()  # rows of every process's out, -1 without one, where they came with the lengths
@@ -87,10 +99,12 @@ def check_grad(grad: str) -> str:
     return grad
 
 
-def classify_lengths(lengths: Any, num_virtual_ranks: int, hosted: Sequence[int]) -> tuple[str, Any]:
+def classify_lengths(
+    lengths: Any, num_virtual_ranks: int, hosted: Sequence[int], device: torch.device
+) -> tuple[str, Any]:
     """``("counted", None)``, ``("host", R ints)`` or ``("device", hosted index tensor)``.
 
-    A CPU tensor of R values is read like ints; a tensor of the hosted values, or one on another device, is form (c).
+    A CPU tensor of R values is read like ints; any other is form (c) and lies on the shards' device.
     """
     if lengths is None:
         return "counted", None
@@ -98,6 +112,8 @@ def classify_lengths(lengths: Any, num_virtual_ranks: int, hosted: Sequence[int]
         return "host", as_ints("lengths", lengths, num_virtual_ranks)
     if lengths.is_cpu and tuple(lengths.shape) == (num_virtual_ranks,):
         return "host", check_index_tensor("lengths", lengths, num_virtual_ranks).tolist()
+    if lengths.device != device:
+        raise ValueError(f"lengths: on {lengths.device}, but the shards are on {device}")
     return "device", check_index_tensor("lengths", lengths, len(hosted)).to(torch.int64)
 
 
@@ -126,7 +142,7 @@ def check_intervals(name: str, intervals: Any, count: int, size: int) -> tuple[I
     checked = []
     for r, pair in enumerate(pairs):
         begin, end = as_ints(f"{name} of virtual rank {r}", pair, 2)
-        if not 0 <= begin <= end <= size:
+        if not torch.compiler.is_compiling() and not 0 <= begin <= end <= size:  # symbols; the operator sees values
             raise ValueError(
                 f"{name}: virtual rank {r} has ({begin}, {end}), expected 0 <= begin <= end <= size {size}"
             )
@@ -165,6 +181,7 @@ def check_out(out: Tensor | None, shards: Sequence[Tensor], dtype: torch.dtype) 
         raise ValueError(f"out: on {out.device}, but the shards are on {shards[0].device}")
     if torch.compiler.is_compiling():  # the result is copied there, with its gradient
         return
+    check_writable(out)
     if needs_grad([*shards, out]):
         raise ValueError("out: not possible where gradients are needed; use the returned tensor")
     if any(overlap(out, s) for s in shards):
@@ -173,18 +190,17 @@ def check_out(out: Tensor | None, shards: Sequence[Tensor], dtype: torch.dtype) 
 
 def check_scalars(name: str, values: Any, hosted: Sequence[int], floating: bool) -> list[Any]:
     """One number per hosted virtual rank: floating Tensors of one element, or integer ones and ints."""
-    single = isinstance(values, (Tensor, int)) and len(hosted) == 1
     try:
-        values = [values] if single else list(values)
+        values = list(values) if len(hosted) > 1 or isinstance(values, (list, tuple)) else [values]
     except TypeError:
         raise ValueError(f"{name}: expected one value per hosted virtual rank, got {describe(values)}") from None
     if len(values) != len(hosted):
         raise ValueError(f"{name}: {len(values)} values, but this process hosts {len(hosted)} virtual ranks")
     for v, x in zip(hosted, values):
         if is_strided(x):
-            fits = x.numel() == 1 and not x.is_complex() and x.is_floating_point() == floating
+            fits = x.numel() == 1 and x.dtype != torch.bool and not x.is_complex() and x.is_floating_point() == floating
         else:
-            fits = isinstance(x, int) and not floating and 0 <= x < 2**63
+            fits = not floating and is_count(x)
         if not fits:
             what = "a floating Tensor of one element" if floating else "an integer Tensor of one element, or an int"
             raise ValueError(f"{name}: virtual rank {v} has {describe(x)}, expected {what}")

@@ -76,6 +76,16 @@ DISAGREEMENTS: dict[str, tuple[Callable, Callable, str]] = {
         lambda g: g.all_reduce(ones(g, rows=3), size=2),
         "all_reduce: process 2: lengths: virtual rank 3 has 3, beyond size 2",
     ),
+    "counted, of other numbers": (
+        lambda g: g.all_reduce(ones(g)),
+        lambda g: g.gather_ints("reduce_gradients", range(300), 300),
+        "process 0 calls all_reduce, process 2 calls reduce_gradients",
+    ),
+    "numbers of values": (
+        lambda g: g.gather_ints("reduce_gradients", range(5), 5),
+        lambda g: g.gather_ints("reduce_gradients", range(300), 300),
+        "reduce_gradients: number of values differs: process 0 has 5, process 2 has 300",
+    ),
     "not a tensor": (
         lambda g: g.all_reduce(ones(g), [2] * 4),
         lambda g: g.all_reduce([None] * len(g.virtual_ranks), [2] * 4),
@@ -167,6 +177,17 @@ CONSTRUCTORS = {
 }
 
 
+def values(rank: int, world_size: int) -> None:
+    group = ShardGroup(4)
+    for most in (0, 1, 3, 4, 100):
+        mine = [10**18 + rank] * max(most - rank, 0)
+        assert group.gather_ints("values", mine, most) == [[10**18 + p] * max(most - p, 0) for p in range(world_size)]
+
+
+def test_any_number_of_values_is_gathered() -> None:
+    run_processes(values, 3)
+
+
 def construct(rank: int, world_size: int, name: str) -> str:
     with pytest.raises(ValueError) as caught:
         CONSTRUCTORS[name][rank]()
@@ -192,7 +213,7 @@ def stay_away(rank: int, world_size: int, lengths: list | None, cached: bool) ->
     with pytest.raises(RuntimeError) as caught:
         group.all_reduce(ones(group), lengths)
     assert time.monotonic() - started < 4
-    with pytest.raises(RuntimeError, match="failed earlier"):
+    with pytest.raises(RuntimeError, match=r"failed earlier"):
         group.all_reduce(ones(group), lengths)
     with pytest.raises(RuntimeError):
         group.check()
@@ -207,23 +228,66 @@ def test_a_silent_process_is_named_within_the_timeout(lengths: list | None, cach
         assert "no word from process 1" in message or "process 1 did not come" in message, messages
 
 
-def die(rank: int, world_size: int, lengths: list | None) -> str | None:
-    group = ShardGroup(3, timeout=5)
-    group.all_reduce(ones(group), lengths)
+def die(rank: int, world_size: int, lengths: list | None, transport: str, amid: bool) -> str | None:
+    group = ShardGroup(4, timeout=5, transport=transport)
+    x = torch.ones(6, 100_000)
+    group.all_reduce(x, lengths)
     if rank == 1:
+        if amid:
+            group.all_reduce(x, lengths, async_op=True)
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(RuntimeError) as caught:
-        group.all_reduce(ones(group), lengths)
+    with pytest.raises(RuntimeError) as caught:  # the transfer may end before the process does
+        for _ in range(2):
+            group.all_reduce(x, lengths)
     assert time.monotonic() - started < 9
     return str(caught.value)
 
 
-@pytest.mark.parametrize("lengths", [[2, 2, 2], None])
-def test_a_killed_process_is_named(lengths: list | None) -> None:
-    messages = run_processes(die, 3, lengths, may_die=(1,))
-    for message in (messages[0], messages[2]):
+@pytest.mark.parametrize(("transport", "amid"), [("gather", False), ("gather", True), ("all_to_all", True)])
+@pytest.mark.parametrize("lengths", [[6, 6, 6, 6], None])
+def test_a_killed_process_is_named(lengths: list | None, transport: str, amid: bool) -> None:
+    messages = run_processes(die, 4, lengths, transport, amid, may_die=(1,))
+    for message in (messages[0], *messages[2:]):
         assert "no word from process 1" in message, messages
+
+
+def interrupted(rank: int, world_size: int) -> str:
+    group = ShardGroup(2, timeout=5)
+    group.all_reduce(ones(group), [2, 2])
+    if rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            group.all_reduce(ones(group), [2, 2])  # nobody comes
+        with pytest.raises(RuntimeError, match=r"failed earlier.* was left by KeyboardInterrupt") as caught:
+            group.all_reduce(ones(group), [2, 2])
+        return str(caught.value)
+    time.sleep(1)
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(2):
+            group.all_reduce(ones(group), [2, 2])
+    return str(caught.value)
+
+
+def test_a_call_that_was_interrupted_is_never_mixed_with_the_next() -> None:
+    assert "process 0: failed in call 3 (all_reduce): left by KeyboardInterrupt" in run_processes(interrupted, 2)[1]
+
+
+def failed_wait(rank: int, world_size: int) -> None:
+    group = ShardGroup(2, timeout=1, transport="all_to_all")
+    group.all_reduce(ones(group), [2, 2])
+    if rank:
+        time.sleep(2.5)
+        return
+    handle = group.all_reduce(ones(group), [2, 2], async_op=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            handle.wait()
+
+
+def test_waiting_again_after_an_error_is_the_error_again() -> None:
+    run_processes(failed_wait, 2)
 
 
 def steady_state(rank: int, world_size: int) -> None:
@@ -308,7 +372,7 @@ def stay_away_in_backward(rank: int, world_size: int) -> str | None:
         return None
     with pytest.raises(RuntimeError) as caught:
         y.sum().backward()
-    with pytest.raises(RuntimeError, match="failed earlier"):
+    with pytest.raises(RuntimeError, match=r"failed earlier"):
         group.all_reduce(ones(group), [2] * 3)
     return str(caught.value)
 
@@ -316,7 +380,7 @@ def stay_away_in_backward(rank: int, world_size: int) -> str | None:
 def test_a_process_without_backward_is_named() -> None:
     messages = run_processes(stay_away_in_backward, 3)
     for message in (messages[0], messages[2]):
-        assert "backward of exchange" in message and "no word from process 1" in message, messages
+        assert "backward of all_gather" in message and "no word from process 1" in message, messages
 
 
 def other_default_device(rank: int, world_size: int) -> None:

@@ -258,6 +258,10 @@ def test_single_tensors_and_lengths_from_the_rows() -> None:
 
 BAD = {
     "dims": ({"q": [torch.zeros(4, 2), torch.zeros(3, 4, 8)]}, r"q: virtual rank 0 has \(4, 2\)"),
+    "none": ({"q": None}, "q: expected a list of Tensors, one for each hosted virtual rank, got None"),
+    "scale": ({"scale": "half"}, "scale: expected a float, got 'half'"),
+    "a bool": ({"lengths": [4, True]}, "lengths: expected 2 ints"),
+    "a bool as border": ({"cu_seqlens": [0, True, 7]}, "cu_seqlens: expected integers"),
     "count": ({"k": [torch.zeros(4, 2, 8)]}, r"k: 1 tensors for the 2 virtual ranks hosted here \(0, 1\)"),
     "rows": ({"v": [torch.zeros(4, 2, 8), torch.zeros(2, 2, 8)]}, "virtual rank 1 has 3, 3 and 2 rows"),
     "dtype": ({"k": [torch.zeros(4, 2, 8), torch.zeros(3, 2, 8).half()]}, "k: virtual rank 1 has torch.float16"),

@@ -21,10 +21,8 @@ def test_opcheck_exchange(kinds: str, op: str, grad: str, requires_grad: bool) -
     shards = [torch.randn(n, 2, requires_grad=requires_grad) for n in (3, 0, 5, 1)]
     sources = exchange.flatten([(0, 3), (2, 2), (1, 6), (0, 1)])
     sinks = exchange.flatten([(0, 6)] * (4 if kinds[1] == "v" else 1))
-    name = group._runner.name
-    torch.library.opcheck(
-        exchange.exchange.overload, (shards, sources, sinks, None, kinds, op, 0.5, torch.float32, grad, name)
-    )
+    tail = ("exchange", kinds, op, 0.5, torch.float32, grad, group._runner.name)
+    torch.library.opcheck(exchange.exchange.overload, (shards, sources, sinks, None, 6, *tail))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -33,7 +31,8 @@ def test_opcheck_exchange_padded(kinds: str, grad: str, requires_grad: bool) -> 
     group = ShardGroup(4)
     x = torch.randn(4, 6, 2, requires_grad=requires_grad)
     sinks = [0, 2, 2, 3, 3, 5, 5, 6] if kinds == "vv" else [0, 6]
-    args = (x, torch.tensor([3, 0, 6, 1]), sinks, kinds, "mean", 0.5, torch.float32, grad, group._runner.name)
+    tail = ("all_reduce", kinds, "mean", 0.5, torch.float32, grad, group._runner.name)
+    args = (x, torch.tensor([3, 0, 6, 1]), sinks, *tail)
     torch.library.opcheck(exchange_padded.exchange_padded.overload, args)
 
 
@@ -100,19 +99,83 @@ def test_counted_lengths_are_refused_while_compiling() -> None:
     run_processes(refuse, 2)
 
 
-@pytest.mark.parametrize("lengths, size, message", [
-    ([9, 1, 1, 1], 9, "lengths: virtual rank 0 has 9, but its shard holds 6"),
-    ([6, 1, 1, 1], 3, "lengths: virtual rank 0 has 6, beyond size 3"),
-])  # fmt: skip
-def test_compiled_all_reduce_is_checked_when_it_runs(lengths: list, size: int, message: str) -> None:
+def in_and_out(k: int) -> tuple[list, list]:
+    """Intervals of four ranks, unlike for every k; outputs of two positions or more (0 and 1 compile anew)."""
+    starts = [(k + r) % 3 for r in range(4)]
+    return [(s, s + k * r % 4) for r, s in enumerate(starts)], [(s, s + 2 + (k + r) % 4) for r, s in enumerate(starts)]
+
+
+def intervals_step(group: ShardGroup, x: list[torch.Tensor], held: list, wanted: list) -> torch.Tensor:
+    outs = group.exchange(x, held, wanted, size=7, op="mean")
+    return sum((y * y).sum() for y in outs)
+
+
+def default_sizes_step(group: ShardGroup, x: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
+    outs = [group.all_reduce(x, lengths), *group.reduce_scatter(x, lengths)]
+    outs += group.reduce_scatter(x, lengths, async_op=True).wait()
+    return sum((y * y).sum() for y in outs)
+
+
+def test_intervals_and_default_sizes_compile_for_all_values() -> None:
+    group = ShardGroup(4)
+    x = [torch.randn(16, 2) for _ in range(4)]
+    for fn, cases, most in (
+        (
+            intervals_step,
+            [in_and_out(k) for k in range(20)],
+            3,
+        ),  # what the first two calls have in common is a constant
+        (default_sizes_step, [([8 + k * (r + 3) % 8 for r in range(4)],) for k in range(20)], 2),
+    ):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(fn, fullgraph=True, backend=counter)
+        for case in cases:
+            with torch.no_grad():
+                assert_same(compiled(group, x, *case), fn(group, x, *case))
+        assert counter.frame_count <= most
+
+
+BEYOND = [
+    (lambda g, x: g.all_reduce(x, [9, 1, 1, 1], size=9), "lengths: virtual rank 0 has 9, but its shard holds 6"),
+    (lambda g, x: g.all_reduce(x, [6, 1, 1, 1], size=3), "lengths: virtual rank 0 has 6, beyond size 3"),
+    (lambda g, x: g.reduce_scatter(x, [3, 1, 5, 1], size=3), "lengths: virtual rank 2 has 5, beyond size 3"),
+    (lambda g, x: g.reduce_scatter(x, [3, 1, -1, 1], size=3), "lengths: virtual rank 2 has -1"),
+    (lambda g, x: g.all_gather(x, [3, 7, 1, 1]), "lengths: virtual rank 1 has 7, but its shard holds 6"),
+    (lambda g, x: g.exchange(x, [(0, 2)] * 4, [(0, 3)] * 4, size=2), r"out_intervals: virtual rank 0 has \(0, 3\)"),
+    (lambda g, x: g.exchange(x, [(3, 2)] * 4, [(0, 3)] * 4, size=3), r"in_intervals: virtual rank 0 has \(3, 2\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, message", BEYOND, ids=[message for _, message in BEYOND])
+def test_compiled_calls_are_checked_when_they_run(call: Callable, message: str) -> None:
     group = ShardGroup(4)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
-    def total(*shards: torch.Tensor) -> torch.Tensor:
-        return group.all_reduce(list(shards), lengths, size=size)
+    def compiled(*shards: torch.Tensor) -> torch.Tensor:
+        return call(group, list(shards))
 
-    with pytest.raises(ValueError, match=message):
-        total(*torch.ones(4, 6))
+    for run in (compiled, lambda *shards: call(group, list(shards))):
+        with pytest.raises(ValueError, match=message):
+            run(*torch.ones(4, 6))
+
+
+def too_long_on_one(rank: int, world_size: int) -> str:
+    torch._dynamo.reset()
+    group = ShardGroup(4)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(lengths: list[int], *shards: torch.Tensor) -> torch.Tensor:
+        return group.reduce_scatter(list(shards), lengths, size=3)
+
+    with pytest.raises(ValueError) as caught:
+        compiled([1, 1, 1, 5 if rank else 3], *torch.ones(2, 6))
+    return str(caught.value)
+
+
+def test_a_compiled_length_beyond_size_is_named_on_every_process() -> None:
+    messages = run_processes(too_long_on_one, 2)
+    assert messages == ["reduce_scatter: process 1: lengths: virtual rank 3 has 5, beyond size 3"] * 2
 
 
 def test_compiled_all_reduce_writes_out() -> None:

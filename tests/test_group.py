@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import random
 
+import numpy as np
 import pytest
 import torch
 from processes import run_processes
@@ -250,6 +251,12 @@ def test_token_mean(world_size: int) -> None:
         run_processes(token_means, world_size)
 
 
+def test_counts_and_ranks_may_be_numbers_of_numpy() -> None:
+    group = ShardGroup(2)
+    assert group.token_mean([torch.tensor(3.0)] * 2, [np.int64(1), np.uint8(2)])[1].item() == 3
+    assert group.positions(np.int32(1)) == (0, 1)
+
+
 def test_counts_are_exact_integers() -> None:
     group = ShardGroup(64)
     losses = [torch.tensor(1.0)] * 64
@@ -317,6 +324,28 @@ def test_inputs_may_be_overwritten_after_the_call_and_freed_before_the_wait() ->
     run_processes(overwrite, 2)
 
 
+def waits_in_another_order(rank: int, world_size: int) -> None:
+    """Handles of two groups wait in an order that differs between processes, late, twice or never."""
+    group, other = (ShardGroup(2, transport="all_to_all", timeout=20) for _ in range(2))
+    x = [torch.full((6,), 10.0**i) for i in range(4)]
+    handles = [(other if i == 1 else group).all_reduce(t, [6, 6], async_op=True) for i, t in enumerate(x)]
+    for i in (0, 1, 2) if rank else (2, 0, 1):  # and 3 is left alone
+        for _ in range(2):
+            assert handles[i].wait().tolist() == [2 * 10.0**i] * 6
+    del handles
+    for _ in range(2):
+        assert group.all_reduce(x[1], [6, 6]).tolist() == [20.0] * 6
+    handle = group.all_reduce(x[0], [6, 6], async_op=True)
+    early = handle.wait() if rank else None
+    assert group.all_gather(x[2], [6, 6]).tolist() == [100.0] * 12
+    late = handle.wait() if early is None else early
+    assert late.tolist() == [2.0] * 6
+
+
+def test_the_order_of_waits_changes_nothing() -> None:
+    run_processes(waits_in_another_order, 2)
+
+
 def test_async_refuses_inputs_that_require_grad() -> None:
     with pytest.raises(ValueError, match="async_op"):
         ShardGroup(2).all_reduce([torch.ones(1, requires_grad=True)] * 2, async_op=True)
@@ -348,6 +377,17 @@ BAD = [
     (lambda g: g.exchange([torch.ones(2)] * 4, [(0, 2)] * 4, [(0, 3)] * 4, size=2), r"out_intervals: virtual rank 0"),
     (lambda g: g.exchange([torch.ones(2)] * 4, [(0, 2)] * 3, [(0, 2)] * 4, size=2), "3 intervals for 4"),
     (lambda g: g.exchange([torch.ones(1)] * 4, [(0, 2)] * 4, [(0, 2)] * 4, size=2), "its shard holds 1 rows"),
+    (lambda g: g.all_reduce([torch.ones(2)] * 4, [True, False, True, True]), "lengths: expected 4 ints"),
+    (lambda g: g.all_reduce([torch.ones(2)] * 4, torch.ones(4, dtype=torch.int64, device="meta"), size=2),
+     "lengths: on meta, but the shards are on cpu"),
+    (lambda g: g.all_reduce([torch.ones(2)] * 4, out=torch.empty(1).expand(2)), r"^out: is expanded"),
+    (lambda g: g.all_gather([torch.ones(2)] * 4, out=torch.empty(1).expand(8)), r"^out: is expanded"),
+    (lambda g: g.reduce_scatter([torch.ones(2)] * 4, splits=[True] * 4), "splits: expected 4 ints"),
+    (lambda g: g.exchange([torch.ones(2)] * 4, [(False, True)] * 4, [(0, 2)] * 4, size=2), "in_intervals of virtual"),
+    (lambda g: g.positions(True), "virtual_rank: True is none"),
+    (lambda g: g.token_mean([torch.ones(())] * 4, [True] * 4), "num_valid: virtual rank 0 has True"),
+    (lambda g: g.token_mean([torch.ones(())] * 4, [torch.tensor(True)] * 4), "num_valid: virtual rank 0 has .*bool"),
+    (lambda g: ShardGroup(2, timeout=True), "timeout: expected seconds"),
     (lambda g: g.token_mean([torch.ones(())] * 3, [1] * 4), "loss_sum: 3 values"),
     (lambda g: ShardGroup(), "a lone process cannot guess R"),
     (lambda g: ShardGroup(0), "num_virtual_ranks: expected an int between 1 and 65536, got 0"),

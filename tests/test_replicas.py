@@ -229,6 +229,27 @@ def test_refuses_what_cannot_be_aliased(module: nn.Module, message: str) -> None
         ShardGroup(2).replicas(module)
 
 
+def _of_another_group(rank: int, world_size: int) -> list[str]:
+    group, other = ShardGroup(4), ShardGroup(4, placement="zigzag")
+    model = make_model()
+    hosted, messages = other.replicas(model), []
+    for replica in hosted:
+        replica(tokens_of(0), 0).backward()
+    for scale, mine in ((None, hosted), ("half", group.replicas(model))):
+        with pytest.raises(ValueError) as caught:
+            group.reduce_gradients(mine, scale=scale)
+        messages.append(str(caught.value))
+    assert hosted[0].middle.weight.grad is not None  # nothing half-done
+    return messages
+
+
+def test_refuses_the_replicas_of_another_group_and_a_wrong_scale_on_every_process() -> None:
+    theirs, ours = [[0, 3], [1, 2]], [[0, 1], [2, 3]]
+    for rank, found in enumerate(run_processes(_of_another_group, 2)):
+        assert f"replicas: of virtual ranks {theirs[rank]}, but this process hosts {ours[rank]}" in found[0]
+        assert "scale: expected a float, got 'half'" in found[1]
+
+
 def _other_device(rank: int, world_size: int) -> str:
     with pytest.raises(ValueError) as caught:
         ShardGroup(2).replicas(nn.Linear(2, 2, device="meta"))

@@ -5,9 +5,11 @@ All collectives move ``uint8`` views, so every dtype travels alike on every back
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,10 @@ def as_bytes(x: Tensor) -> Tensor:
     """A flat ``uint8`` view of a contiguous tensor."""
     # Not reshape: a contiguous tensor of one element may have stride 0, which view(dtype) refuses.
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+#: What was left open, by process group: see :meth:`Wire.leave_open`. Several wires may share a group.
+_open: WeakKeyDictionary[dist.ProcessGroup, Callable[[], Any]] = WeakKeyDictionary()
 
 
 class Wire:
@@ -64,6 +70,20 @@ class Wire:
             group=self.group,
             async_op=True,
         )
+
+    def leave_open(self, finish: Callable[[], Any]) -> None:
+        """Let a call rest before it has started all its transfers; ``finish`` completes it.
+
+        Processes may come back to it at different times, but a backend matches their transfers by the order in which
+        each process starts them: so whoever uses the process group next completes it first (:meth:`close`).
+        """
+        _open[self.group] = finish
+
+    def close(self) -> None:
+        """Complete what was left open, if anything: one call at most, as all earlier ones were complete before it."""
+        finish = _open.pop(self.group, None)
+        if finish is not None:
+            finish()
 
     def wait(self, work: dist.Work, device: torch.device) -> None:
         """CPU: block until done, at most the timeout. CUDA: make the current stream wait."""
