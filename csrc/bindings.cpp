@@ -224,9 +224,7 @@ void check_out(const TensorView& out, const TensorView& x) {
   bool same = out.dim() == x.dim() - 1;
   for (int64_t d = 0; same && d < out.dim(); ++d) same = out.size(d) == x.size(d + 1);
   STD_TORCH_CHECK(same, "shardsum: out has another shape than the result");
-  const auto out_at = reinterpret_cast<uintptr_t>(out.data()), x_at = reinterpret_cast<uintptr_t>(x.data());
-  const bool apart = out_at + out.spanned_bytes() <= x_at || x_at + x.spanned_bytes() <= out_at;
-  STD_TORCH_CHECK(apart, "shardsum: out shares memory with x");
+  STD_TORCH_CHECK(!overlap(out, x), "shardsum: out shares memory with x");
 }
 
 // sum_checked(Tensor(a!) out, Tensor x, int[] lengths, bool mean, float? scale) -> ()

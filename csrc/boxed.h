@@ -98,6 +98,13 @@ class TensorView {
   int64_t dim_ = 0;
 };
 
+// Whether the memory ranges that two tensors of one device span intersect.
+inline bool overlap(const TensorView& a, const TensorView& b) {
+  const auto a_at = reinterpret_cast<uintptr_t>(a.data()), b_at = reinterpret_cast<uintptr_t>(b.data());
+  const int64_t a_bytes = a.spanned_bytes(), b_bytes = b.spanned_bytes();
+  return a_bytes > 0 && b_bytes > 0 && a_at < b_at + b_bytes && b_at < a_at + a_bytes;
+}
+
 // Owns one tensor argument.
 class TensorArg {
  public:

@@ -92,9 +92,8 @@ void read_members(Words& w, PeerCall& c) {
   for (int q = 0; q < c.num_outputs; ++q) w.take(c.outputs[q].begin), w.take(c.outputs[q].end);
 }
 
-Plan read_plan(const TensorView& tensor) {
+Plan read_plan(Words& w) {
   Plan plan;
-  Words w(tensor);
   STD_TORCH_CHECK(w.take() == kPlanVersion, "shardsum: this plan is of another version of the library");
   w.take(plan.warm);
   w.take_pointer(plan.host);
@@ -103,6 +102,12 @@ Plan read_plan(const TensorView& tensor) {
   read_tiles(w, plan.call);
   read_memory(w, plan.call);
   read_members(w, plan.call);
+  return plan;
+}
+
+Plan read_whole_plan(const TensorView& tensor) {
+  Words w(tensor);
+  const Plan plan = read_plan(w);
   STD_TORCH_CHECK(w.at_end(), "shardsum: the plan is too long");
   return plan;
 }
@@ -163,15 +168,31 @@ void enqueue(Plan& plan, const TensorView& device_of, const TensorView& tensor) 
   static_cast<int64_t*>(tensor.mutable_data())[1] = 1;
 }
 
-// peer_run_one(Tensor(a!) out, Tensor shard, int start, int length, Tensor plan)
+void run_one(Plan& plan, const TensorView& out, const TensorView& shard, int64_t start, int64_t length,
+             const TensorView& tensor) {
+  STD_TORCH_CHECK(plan.call.num_sources == 1 && plan.call.num_outputs == 1, "shardsum: the plan has several rows");
+  set_source(plan.call, *plan.host, 0, shard, start, length);
+  set_output(plan.call, 0, out);
+  enqueue(plan, out, tensor);
+}
+
+// peer_run_one(Tensor(a!) out, Tensor shard, int start, int length, Tensor(b!) plan)
 void peer_run_one(StableIValue* stack, uint64_t, uint64_t) {
   const TensorArg out(stack[0]), shard(stack[1]), tensor(stack[4]);
-  Plan plan = read_plan(tensor.view());
-  STD_TORCH_CHECK(plan.call.num_sources == 1 && plan.call.num_outputs == 1, "shardsum: the plan has several rows");
-  set_source(plan.call, *plan.host, 0, shard.view(), torch::stable::detail::to<int64_t>(stack[2]),
-             torch::stable::detail::to<int64_t>(stack[3]));
-  set_output(plan.call, 0, out.view());
-  enqueue(plan, out.view(), tensor.view());
+  Plan plan = read_whole_plan(tensor.view());
+  run_one(plan, out.view(), shard.view(), torch::stable::detail::to<int64_t>(stack[2]),
+          torch::stable::detail::to<int64_t>(stack[3]), tensor.view());
+}
+
+// peer_run_bound(Tensor(a!) out, Tensor shard, Tensor(b!) plan): start and length are the last words of the plan. An
+// int among the arguments costs Python more than a tensor.
+void peer_run_bound(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg out(stack[0]), shard(stack[1]), tensor(stack[2]);
+  Words w(tensor.view());
+  Plan plan = read_plan(w);
+  const int64_t start = w.take(), length = w.take();
+  STD_TORCH_CHECK(w.at_end(), "shardsum: the plan is too long");
+  run_one(plan, out.view(), shard.view(), start, length, tensor.view());
 }
 
 const void* device_bounds(const std::optional<TensorArg>& values, PeerCall& c) {
@@ -194,7 +215,7 @@ void peer_run(StableIValue* stack, uint64_t, uint64_t) {
   if (const auto handle = take_optional(stack[3])) starts.emplace(*handle);
   if (const auto handle = take_optional(stack[4])) lengths.emplace(*handle);
   const TensorArg tensor(stack[5]);
-  Plan plan = read_plan(tensor.view());
+  Plan plan = read_whole_plan(tensor.view());
   PeerCall& c = plan.call;
   STD_TORCH_CHECK(shards.size() == c.num_sources && outs.size() == c.num_outputs, "shardsum: the plan has other rows");
   c.device_starts = device_bounds(starts, c);
@@ -214,6 +235,7 @@ void peer_run(StableIValue* stack, uint64_t, uint64_t) {
 STABLE_TORCH_LIBRARY_IMPL(shardsum, CUDA, m) {
   if (aoti_torch_get_current_cuda_stream == nullptr) return;
   m.impl("peer_run_one", &shardsum::peer_run_one);
+  m.impl("peer_run_bound", &shardsum::peer_run_bound);
   m.impl("peer_run", &shardsum::peer_run);
 }
 #endif

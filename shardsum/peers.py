@@ -79,12 +79,11 @@ class Peers:
 
     def launcher(
         self, plan: ExchangePlan, width: int, dtype: torch.dtype, out_dtype: torch.dtype, op: str, scale: float | None
-    ) -> Callable[[list[Tensor], list[Tensor]], None]:
+    ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
         """``launch(outs, shards)`` of such an exchange with nothing left to decide."""
         prepared = self.transport.prepare(plan, width, dtype, out_dtype, op, scale)
         held = [plan.sources[r] for r in plan.hosted_sources(self.transport.rank)]
-        bounds = [bound for begin, end in held for bound in (begin, end - begin)]
-        return lambda outs, shards: prepared(outs, shards, bounds)
+        return prepared.bound([bound for begin, end in held for bound in (begin, end - begin)])
 
     def gather_lengths(self, plan_of: ExchangePlan, lengths: Tensor) -> Tensor:
         """The ``(R,)`` lengths of all virtual ranks from each process's hosted ones, unread by the host."""

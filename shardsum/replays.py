@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import overlap
-
 _MAX = 1024
 _INTS = {int}
 
@@ -52,9 +50,9 @@ class Replays:
                 flat += chain.from_iterable(values) if values and type(values[0]) is tuple else values
             except TypeError:
                 return None
-        if {*map(type, flat)} != _INTS or (
-            out is not None and type(out) is not Tensor
-        ):  # 8.0 and True equal ints, and are not refused as the long way does
+        if not flat or not _INTS.issuperset(map(type, flat)):  # 8.0 and True equal ints, which the long way tells apart
+            return None
+        if out is not None and type(out) is not Tensor:
             return None
         if type(shards) is Tensor:
             described: Any = (shards.shape, shards.dtype)
@@ -80,19 +78,28 @@ class Replays:
         tensors = shards if type(shards) is list else [shards] if self._num_hosted == 1 else [*shards.unbind(0)]
         if not self._as_they_were(tensors, out):
             return None
-        make = tensors[0].new_empty
-        outs = [make(shape, dtype=dtype) for shape, dtype in known.results] if out is None else [out]
+        if out is None:
+            device = tensors[0].device
+            outs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in known.results]
+        else:
+            outs = [out]
         known.launch(outs, tensors)
         return outs
 
     def _as_they_were(self, shards: list[Tensor], out: Tensor | None) -> bool:
         device, grads = self._device, torch.is_grad_enabled()
+        begin = end = 0
         try:
+            if out is not None:
+                if not out.is_contiguous() or out.get_device() != device or out.requires_grad:
+                    return False
+                begin = out.data_ptr()
+                end = begin + out.nbytes
             for x in shards:
-                if not x.is_contiguous() or x.get_device() != device or x.is_neg() or (x.requires_grad and grads):
+                if not x.is_contiguous() or x.get_device() != device or x.is_neg() or (grads and x.requires_grad):
                     return False
-                if out is not None and overlap(out, x):
-                    return False
-            return out is None or (out.is_contiguous() and out.get_device() == device and not out.requires_grad)
+                if end and x.data_ptr() < end and begin < x.data_ptr() + x.nbytes:
+                    return False  # shares memory with out
         except RuntimeError:  # a sparse tensor has neither layout nor address
             return False
+        return True

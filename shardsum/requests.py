@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from .checks import (
     as_ints,
@@ -213,5 +212,5 @@ def into(result: Tensor, out: Tensor | None) -> Tensor:
         return result
     if out is not result:
         return out.copy_(result)
-    increment_version(out)  # autograd must notice when it has saved the values that a kernel overwrote
+    torch._C._increment_version((out,))  # autograd must notice when it has saved the values that a kernel overwrote
     return out

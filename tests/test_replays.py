@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardsum.replays import Known, Replays
+from shardsum.transports import peer
 
 CPU = torch.device("cpu")
 X = torch.ones(4, 3)
@@ -124,3 +125,33 @@ def test_the_oldest_of_many_is_forgotten() -> None:
     for n in range(2000):
         calls.remember(calls.key("all_reduce", X, ([n, 2],), None, 1), Known(lambda outs, rows: None, []))
     assert len(calls) == 1024 and calls.run(calls.call, X, None) is None
+
+
+class Owner:
+    def check(self) -> None:
+        raise RuntimeError("the group has failed")
+
+
+def test_a_bound_call_hands_its_bounds_over_behind_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = peer.PreparedCall(Owner(), None, None, [7, 1, 9], single=True)  # type: ignore[arg-type]
+    ran = []
+    monkeypatch.setattr(peer, "_run_bound", lambda out, shard, plan: ran.append((out, shard, plan.tolist())))
+    out = torch.empty(4, 3)
+    call.bound([2, 5])([out], [X])
+    assert ran == [(out, X, [7, 1, 9, 2, 5])]
+    several = peer.PreparedCall(Owner(), None, None, [7, 1, 9], single=False)  # type: ignore[arg-type]
+    monkeypatch.setattr(peer, "_run", lambda *args: ran.append(args))
+    several.bound([2, 5, 0, 1])([out], [X, X])
+    assert ran[1][:5] == ([out], [X, X], [2, 5, 0, 1], None, None) and ran[1][5].tolist() == [7, 1, 9]
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_a_failed_group_says_so_in_a_bound_call(single: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    for name in ("_run_bound", "_run"):
+        monkeypatch.setattr(peer, name, fail)
+    call = peer.PreparedCall(Owner(), None, None, [7, 1, 9], single)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="the group has failed"):
+        call.bound([2, 5])([torch.empty(4, 3)], [X])

@@ -14,7 +14,7 @@ integers, every bit set for copies), and :meth:`PeerTransport.check` and all lat
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,11 @@ _library.define("peer_run_one(Tensor(a!) out, Tensor shard, int start, int lengt
 _library.define(
     "peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, Tensor(b!) plan) -> ()"
 )
-_run_one = torch.ops.shardsum.peer_run_one.default
-_run = torch.ops.shardsum.peer_run.default
+_library.define("peer_run_bound(Tensor(a!) out, Tensor shard, Tensor(b!) plan) -> ()")
+# OpOverload.__call__ only forwards to _op.
+_run_one = torch.ops.shardsum.peer_run_one.default._op
+_run_bound = torch.ops.shardsum.peer_run_bound.default._op
+_run = torch.ops.shardsum.peer_run.default._op
 
 # csrc/row_table.h
 _DTYPE_CODES = {
@@ -91,6 +94,21 @@ class PreparedCall:
         except RuntimeError:
             self._owner.check()
             raise
+
+    def bound(self, bounds: Sequence[int]) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
+        """``launch(outs, shards)``: this call, always with these bounds."""
+        if not self._single:
+            return lambda outs, shards: self(outs, shards, bounds)
+        plan = torch.cat([self._plan, torch.tensor(bounds, dtype=torch.int64, device="cpu")])
+
+        def launch(outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+            try:
+                _run_bound(outs[0], shards[0], plan)
+            except RuntimeError:
+                self._owner.check()
+                raise
+
+        return launch
 
 
 class PeerTransport:
