@@ -40,6 +40,12 @@ def test_opcheck_coverage() -> None:
     torch.library.opcheck(exchange.coverage.overload, (torch.ones(1), [0, 3, 2, 5], 6))
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck_local_adjoint(requires_grad: bool) -> None:
+    grad = torch.randn(6, 2, requires_grad=requires_grad)
+    torch.library.opcheck(exchange.local_adjoint.overload, (grad, [0, 3, 2, 4], [3, 5], 0.5, torch.bfloat16))
+
+
 def step(group: ShardGroup, x: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
     total = group.all_reduce(x, lengths, size=7, op="mean")
     parts = group.reduce_scatter(x, lengths, size=7)

@@ -35,13 +35,18 @@ def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
     memory = rows.numel() * 4 / seconds / 1e9
     wire = group.engine.wire
     if wire is None:
-        return Costs(0.0, 1e9, round(memory, 1))
+        return Costs(0.0, 1e9, _three_digits(memory))
     latency = _slowest(group, lambda: _small(wire, device), repeat)
     each = _WIRE_BYTES[device.type] // wire.world_size
     data = torch.zeros(each * wire.world_size, dtype=torch.uint8, device=device)
     seconds = _slowest(group, lambda: _large(wire, data, each), repeat)
     bandwidth = each * (wire.world_size - 1) / max(seconds - latency, 1e-9) / 1e9
-    return Costs(round(latency * 1e6, 1), round(bandwidth, 3), round(memory, 1))
+    return Costs(*map(_three_digits, (latency * 1e6, bandwidth, memory)))
+
+
+def _three_digits(value: float) -> float:
+    """Rounded, but never to 0: costs divide by it."""
+    return float(f"{value:.3g}")
 
 
 def _small(wire: Wire, device: torch.device) -> None:

@@ -37,6 +37,7 @@ _FREE = (
     "group.placement",
     "group.transport",
     "group.timeout",
+    "group.costs",
     "train.steps",
     "train.save_every",
 )

@@ -27,10 +27,12 @@ class GroupConfig:
     """How rows move between processes. No bit depends on it."""
     timeout: float = 300.0
     """Seconds after which a silent process is an error."""
+    costs: str | None = None
+    """File of shardsum bench --calibrate that transport auto decides by; default: the table in transports/costs.py."""
 
     def __post_init__(self) -> None:
         _require(self.num_virtual_ranks >= 1, "group.num_virtual_ranks", "at least 1", self.num_virtual_ranks)
-        _require(self.timeout > 0, "group.timeout", "a positive number of seconds", self.timeout)
+        _require(0 < self.timeout <= 10**8, "group.timeout", "up to 100000000 seconds", self.timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("sequence_length", "accumulation", "threads"):
             _require(getattr(self, name) >= 1, f"train.{name}", "at least 1", getattr(self, name))
-        for name in ("steps", "warmup", "weight_decay", "clip", "seed", "save_every"):
+        _require(0 <= self.seed < 2**32, "train.seed", "0 or more, below 2^32", self.seed)
+        for name in ("steps", "warmup", "weight_decay", "clip", "save_every"):
             _require(getattr(self, name) >= 0, f"train.{name}", "0 or more", getattr(self, name))
         _require(self.document_length >= 16, "train.document_length", "at least 16 bytes", self.document_length)
         _require(self.learning_rate > 0, "train.learning_rate", "a positive number", self.learning_rate)

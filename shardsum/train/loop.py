@@ -52,6 +52,7 @@ def run(config: RunConfig) -> RunResult:
             transport=settings.transport,
             device=device,
             timeout=timedelta(seconds=settings.timeout),
+            costs=settings.costs,
         )
         return Run(config, group).finish()
 
