@@ -227,24 +227,24 @@ void check_out(const TensorView& out, const TensorView& x) {
   STD_TORCH_CHECK(!overlap(out, x), "shardsum: out shares memory with x");
 }
 
-// sum_checked(Tensor(a!) out, Tensor x, int[] lengths, bool mean, float? scale) -> ()
-template <class Device>
+// sum_checked(Tensor(a!) out, Tensor x, int[] lengths) -> (), and with (..., bool mean, float? scale)
+template <class Device, bool kPlain>
 void sum_checked(StableIValue* stack, uint64_t, uint64_t) {
   const TensorArg out_arg(stack[0]), x_arg(stack[1]);
   IntListArg lengths(stack[2]);
-  const Finish finish = take_mean_scale(stack + 3);
+  const Finish finish = kPlain ? Finish{} : take_mean_scale(stack + 3);
   const TensorView out = out_arg.view(), x = x_arg.view();
   check_sum<Device>(x, finish);
   check_out<Device>(out, x);
   sum_padded_rows<Device>(out, x, nullptr, lengths, finish);
 }
 
-// sum_checked_new(Tensor x, int[] lengths, bool mean, float? scale) -> Tensor
-template <class Device>
+// sum_checked_new(Tensor x, int[] lengths) -> Tensor, and with (..., bool mean, float? scale)
+template <class Device, bool kPlain>
 void sum_checked_new(StableIValue* stack, uint64_t, uint64_t) {
   const TensorArg x_arg(stack[0]);
   IntListArg lengths(stack[1]);
-  const Finish finish = take_mean_scale(stack + 2);
+  const Finish finish = kPlain ? Finish{} : take_mean_scale(stack + 2);
   const TensorView x = x_arg.view();
   check_sum<Device>(x, finish);
   TensorArg out(empty_row_of(x, is_floating(dtype_of(x)) ? x.dtype_code() : aoti_torch_dtype_int64()));
@@ -338,8 +338,10 @@ void register_operators(torch::stable::detail::StableLibrary& m) {
   m.impl("sum_padded", &sum_padded<Device>);
   m.impl("sum_padded_device", &sum_padded_device<Device>);
   m.impl("sum_masked", &sum_masked<Device>);
-  m.impl("sum_checked", &sum_checked<Device>);
-  m.impl("sum_checked_new", &sum_checked_new<Device>);
+  m.impl("sum_checked", &sum_checked<Device, true>);
+  m.impl("sum_checked.finish", &sum_checked<Device, false>);
+  m.impl("sum_checked_new", &sum_checked_new<Device, true>);
+  m.impl("sum_checked_new.finish", &sum_checked_new<Device, false>);
 }
 
 }  // namespace

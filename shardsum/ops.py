@@ -150,17 +150,20 @@ def _usual(
     if not _INTS.issuperset(map(type, lengths)) or (scale is not None and type(scale) is not float):
         return None  # the operator would read 3.7 in a Tensor as 3, and drop a scale's gradient
     native.load()
+    plain = op == "sum" and scale is None
     try:
         if out is None and out_dtype is None:
-            return kernels.sum_checked_new(x, lengths, op == "mean", scale)
+            if plain:
+                return kernels.sum_checked_new(x, lengths)
+            return kernels.sum_checked_new_finish(x, lengths, op == "mean", scale)
         if out is None:
             out = x.new_empty(x.shape[1:], dtype=out_dtype)
         elif out_dtype is not None or out.requires_grad:
             return None
-        if op == "sum" and scale is None:  # a default costs half as much as an argument
+        if plain:
             kernels.sum_checked(out, x, lengths)
         else:
-            kernels.sum_checked(out, x, lengths, op == "mean", scale)
+            kernels.sum_checked_finish(out, x, lengths, op == "mean", scale)
     except (RuntimeError, TypeError, AttributeError):
         return None
     _increment_version((out,))
