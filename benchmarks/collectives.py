@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import platform
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardsum import ShardGroup, bits, reference
+from shardsum.bench.collective_cases import packed_documents
 from shardsum.layout import Interval, intervals_of, split_evenly
 
 
@@ -186,14 +186,6 @@ def spread_lengths(fill: float, count: int, size: int) -> list[int]:
     d = min(fill, 1 - fill)
     steps = [2 * r / max(1, count - 1) - 1 for r in range(count)]
     return [round(size * (fill + d * s)) for s in steps]
-
-
-def packed_documents(count: int, size: int, mean: int) -> list[Interval]:
-    """Per even chunk, the interval from the start of its oldest document to its end."""
-    rng, starts = random.Random(0), [0]
-    while starts[-1] < size:
-        starts.append(starts[-1] + max(1, round(rng.expovariate(1 / mean))))
-    return [(max(s for s in starts if s <= b), e) for b, e in intervals_of(split_evenly(size, count))]
 
 
 def print_table(result: dict) -> None:

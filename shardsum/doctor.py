@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from . import __version__, building, native
 
-_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}  # what the native library asks for (csrc/cpu/sum.cpp)
-_AVX2 = {"avx2", "f16c"}
+_ISA = {"avx512": "AVX-512", "avx2": "AVX2"}
 
 
 def report() -> int:
@@ -38,7 +37,7 @@ def report() -> int:
     cuda = ""
     if torch.cuda.is_available():
         cuda = " and native CUDA kernel" if status.has_cuda else "; no CUDA kernel, sums on a GPU run in plain torch"
-    print(f"ok: native CPU kernel ({_instruction_set()}){cuda}")
+    print(f"ok: native CPU kernel ({_ISA.get(status.cpu_isa, status.cpu_isa)}){cuda}")
     return 0
 
 
@@ -75,15 +74,6 @@ def _version(program: str) -> str | None:
     lines = [line for line in output.splitlines() if any(c.isdigit() for c in line)]
     release = next((line for line in lines if "release" in line), lines[0] if lines else "")  # nvcc puts it last
     return f"{path}: {release}"
-
-
-def _instruction_set() -> str:
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.machine()
-    flags = next((set(line.split()) for line in cpuinfo.splitlines() if line.startswith("flags")), set())
-    return "AVX-512" if flags >= _AVX512 else "AVX2" if flags >= _AVX2 else "baseline"
 
 
 def _one_line(text: str) -> str:

@@ -44,7 +44,7 @@ from .generators import RankGenerators
 from .layout import Interval, intervals_of, owners_of
 from .peers import Peers
 from .replicas import M, Replicas, make_replicas, reduce_gradients
-from .reports import Explanation, Stats
+from .reports import Explanation, Stats, explain
 from .requests import (
     Request,
     Shards,
@@ -443,24 +443,7 @@ class ShardGroup:
             size, row_shape (``F``), dtype, out_dtype: of the call.
             collective: "all_reduce", "reduce_scatter" or "all_gather".
         """
-        lengths = as_ints("lengths", lengths, self.num_virtual_ranks)
-        end = max(lengths) if size is None else check_size(size)
-        check_lengths(lengths, (), (), end)
-        sources = tuple((0, n) for n in lengths)
-        sinks: tuple[Interval, ...] = ((0, end),) * self.world_size
-        kinds, op = "vp", "sum"
-        if collective == "all_gather":
-            sources, op = tuple(intervals_of(lengths)), "copy"
-            sinks = ((0, sum(lengths)),) * self.world_size
-        elif collective == "reduce_scatter":
-            sinks, kinds = tuple(intervals_of(check_splits(None, self.num_virtual_ranks, end))), "vv"
-        elif collective != "all_reduce":
-            raise ValueError(f"collective: expected all_reduce, reduce_scatter or all_gather, got {collective!r}")
-        out = dtype if op == "copy" else check_reduce(op, None, dtype, out_dtype).dtype
-        plan = self.engine.plan(sources, sinks, kinds)
-        width = torch.Size(row_shape).numel()
-        route = self.engine.route(plan, width, dtype, Reduce(op, None, out), self.device.type)
-        return Explanation(collective, route, self.num_virtual_ranks / self.world_size)
+        return explain(self.engine, collective, lengths, size, row_shape, dtype, out_dtype, self.device.type)
 
     def check(self) -> None:
         """Raise RuntimeError when the group has failed (a process died, or a call timed out)."""

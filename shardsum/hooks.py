@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from .group import ShardGroup
+from .numerics import check_op
 
 _WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -45,7 +46,7 @@ class HookState:
         scale: the sum is multiplied by this number. None averages: the sum is divided by R.
 
     Raises:
-        ValueError: a process hosts several virtual ranks, or an unsuitable ``wire_dtype``.
+        ValueError: a process hosts several virtual ranks; an unsuitable ``wire_dtype`` or ``scale``.
     """
 
     group: ShardGroup
@@ -55,6 +56,7 @@ class HookState:
 
     def __post_init__(self) -> None:
         _check_one_rank_per_process(self.group)
+        check_op("sum", self.scale, torch.float32)
         if self.wire_dtype not in (None, *_WIRE_DTYPES):
             raise ValueError(f"wire_dtype: {self.wire_dtype} is none of {', '.join(map(str, _WIRE_DTYPES))}")
 
@@ -107,7 +109,7 @@ class FSDPReduceScatter:
     """
 
     def __init__(self, scale: float | None = None, **options: Any) -> None:
-        self.scale = scale
+        self.scale = check_op("sum", scale, torch.float32)
         self._options = options
         self._groups: dict[dist.ProcessGroup, ShardGroup] = {}
 

@@ -247,6 +247,9 @@ def test_hook_state_refuses_what_cannot_work() -> None:
         HookState(ShardGroup(4))
     with pytest.raises(ValueError, match=r"wire_dtype: torch\.int32 is none of torch.float16"):
         HookState(ShardGroup(1), wire_dtype=torch.int32)
+    for refuse in (lambda: HookState(ShardGroup(1), scale="1"), lambda: FSDPReduceScatter(scale=True)):
+        with pytest.raises(ValueError, match="scale: expected a float"):
+            refuse()
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
