@@ -121,11 +121,10 @@ def check_shards(shards: Sequence[Tensor], first_rank: Sequence[int] | None = No
         r = i if first_rank is None else first_rank[i]
         if not is_strided(shard) or shard.dim() < 1:
             raise ValueError(f"shards: virtual rank {r} is {describe(shard)}, expected a Tensor (length, *F)")
-        for what in ("dtype", "device"):
-            if getattr(shard, what) != getattr(first, what):
-                raise ValueError(
-                    f"shards: virtual rank {r} has {what} {getattr(shard, what)}, the first has {getattr(first, what)}"
-                )
+        if shard.dtype != first.dtype:
+            raise ValueError(f"shards: virtual rank {r} has dtype {shard.dtype}, the first has {first.dtype}")
+        if shard.device != first.device:
+            raise ValueError(f"shards: virtual rank {r} has device {shard.device}, the first has {first.device}")
         if shard.shape[1:] != first.shape[1:]:
             raise ValueError(
                 f"shards: virtual rank {r} has trailing shape {tuple(shard.shape[1:])}, "

@@ -185,7 +185,7 @@ class Engine:
             ahead = transport.start(cuts[i + 1], shards, self.rank, self.wire) if i + 1 < n else None
             for q, out, rows in zip(self._hosted(plan), outs, pending.wait(self.wire)):
                 begin, end = (position - plan.sinks[q][0] for position in cut.sinks[q])
-                fill(out[begin:end], rows, reduce)
+                fill(out if n == 1 else out[begin:end], rows, reduce)
             if ahead is not None:
                 pending = ahead
 
@@ -280,7 +280,8 @@ def fill(out: Tensor, rows: Rows, reduce: Reduce) -> None:
         return
     if reduce.op == "copy":
         for row, start in zip(rows.rows, rows.starts):
-            out[start : start + row.shape[0]] = row
+            begin, end = max(start, 0), min(start + row.shape[0], out.shape[0])
+            out[begin:end] = row[begin - start : end - start]
     elif not rows.rows:
         out.zero_()
     else:

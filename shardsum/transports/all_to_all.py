@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..layout import ExchangePlan, Segment, length
-from .base import Pending, narrow_to_sink
+from .base import Pending, rows_of_sink
 from .wire import Wire
 
 
@@ -45,7 +45,7 @@ class AllToAll:
             pieces.append((s.source, s.interval[0], receive[offset : offset + n * width].view(n, *trailing)))
             offset += n * width
         pieces.sort(key=lambda piece: piece[:2])
-        sinks = [narrow_to_sink(plan, q, pieces) for q in plan.hosted_sinks(rank)]
+        sinks = [rows_of_sink(plan, q, [piece[1:] for piece in pieces]) for q in plan.hosted_sinks(rank)]
         return Pending(sinks, works, [receive, send])
 
     def egress(self, plan: ExchangePlan) -> list[int]:

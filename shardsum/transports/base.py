@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +15,8 @@ from .wire import Wire
 
 @dataclass
 class Rows:
-    """What one sink sums: tensors ``(n_r, *F)`` in source order and their start relative to the sink's begin."""
+    """What one sink sums: tensors ``(n_r, *F)`` in source order and their start relative to the sink's begin. What
+    lies before or behind the sink does not count."""
 
     rows: list[Tensor]
     starts: list[int]
@@ -54,13 +55,8 @@ class Transport(Protocol):
     def ingress(self, plan: ExchangePlan) -> list[int]: ...
 
 
-def narrow_to_sink(plan: ExchangePlan, sink: int, pieces: Sequence[tuple[int, int, Tensor]]) -> Rows:
-    """The rows of one sink from pieces ``(source, begin, tensor)`` in source order; what lies outside is cut off."""
+def rows_of_sink(plan: ExchangePlan, sink: int, pieces: Iterable[tuple[int, Tensor]]) -> Rows:
+    """The rows of one sink from pieces ``(begin, tensor)`` in source order."""
     lo, hi = plan.sinks[sink]
-    rows, starts = [], []
-    for _, begin, tensor in pieces:
-        first, last = max(begin, lo), min(begin + tensor.shape[0], hi)
-        if first < last:
-            rows.append(tensor[first - begin : last - begin])
-            starts.append(first - lo)
-    return Rows(rows, starts)
+    held = [(t, begin - lo) for begin, t in pieces if max(begin, lo) < min(begin + t.shape[0], hi)]
+    return Rows([t for t, _ in held], [start for _, start in held])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..layout import ExchangePlan, length
-from .base import Pending, narrow_to_sink
+from .base import Pending, rows_of_sink
 from .wire import Wire
 
 
@@ -31,11 +31,13 @@ class Gather:
         everyone = first.new_empty((plan.world_size, slots, longest, *trailing))
         works = [wire.all_gather(everyone, mine)] if everyone.numel() else []
         used: Counter[int] = Counter()
+        slots_of_all = everyone.flatten(0, 1).unbind(0)
         pieces = []
-        for r, (interval, owner) in enumerate(zip(plan.sources, plan.source_owners)):
-            pieces.append((r, interval[0], everyone[owner, used[owner], : length(interval)]))
+        for interval, owner in zip(plan.sources, plan.source_owners):
+            row, n = slots_of_all[owner * slots + used[owner]], length(interval)
+            pieces.append((interval[0], row if n == longest else row[:n]))
             used[owner] += 1
-        sinks = [narrow_to_sink(plan, q, pieces) for q in plan.hosted_sinks(rank)]
+        sinks = [rows_of_sink(plan, q, pieces) for q in plan.hosted_sinks(rank)]
         return Pending(sinks, works, [everyone, mine])
 
     def egress(self, plan: ExchangePlan) -> list[int]:

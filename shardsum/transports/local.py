@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..layout import ExchangePlan
-from .base import Pending, narrow_to_sink
+from .base import Pending, rows_of_sink
 from .wire import Wire
 
 
@@ -15,8 +15,8 @@ class Local:
     name = "local"
 
     def start(self, plan: ExchangePlan, shards: Sequence[Tensor], rank: int, wire: Wire | None) -> Pending:
-        pieces = [(r, begin, shard) for r, ((begin, _), shard) in enumerate(zip(plan.sources, shards))]
-        return Pending([narrow_to_sink(plan, q, pieces) for q in range(len(plan.sinks))])
+        pieces = [(begin, shard) for (begin, _), shard in zip(plan.sources, shards)]
+        return Pending([rows_of_sink(plan, q, pieces) for q in range(len(plan.sinks))])
 
     def egress(self, plan: ExchangePlan) -> list[int]:
         return [0]
