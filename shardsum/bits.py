@@ -65,6 +65,9 @@ def first_difference(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, 
     State dicts are compared by sorted key; a key that only one of them has is a difference. ``ulps`` counts
     representable values between two finite floats of one dtype (None for integers, NaN and infinities).
 
+    Raises:
+        ValueError: anything else than two tensors or two mappings of tensors.
+
     Example:
         >>> first_difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002]))
         Difference(name='tensor', index=(1,), a=2.0, b=2.000000238418579, ulps=1, count=1)

@@ -34,6 +34,11 @@ class Reduce:
     scale: float | None
     dtype: torch.dtype
 
+    @property
+    def empty(self) -> float:
+        """The sum of nothing: +0.0, multiplied like any other (a negative scale makes it -0.0)."""
+        return 0.0 if self.scale is None else 0.0 * self.scale
+
 
 @dataclass(frozen=True)
 class Route:
@@ -283,6 +288,6 @@ def fill(out: Tensor, rows: Rows, reduce: Reduce) -> None:
             begin, end = max(start, 0), min(start + row.shape[0], out.shape[0])
             out[begin:end] = row[begin - start : end - start]
     elif not rows.rows:
-        out.zero_()
+        out.fill_(reduce.empty)
     else:
         kernels.sum_rows(out, [readable(r) for r in rows.rows], rows.starts, reduce.op == "mean", reduce.scale, False)

@@ -84,7 +84,7 @@ def sum_padded_part(rows: Tensor, lengths: Tensor, wanted: Interval, reduce: Red
     out = rows.new_empty((end - begin, *rows.shape[2:]), dtype=reduce.dtype)
     part = rows[:, begin : max(begin, min(end, rows.shape[1]))]
     if out.numel() == 0 or part.shape[1] == 0:
-        return out.zero_()
+        return out.fill_(reduce.empty)
     lengths = lengths - begin if begin else lengths
     kernels.sum_padded_device(out, readable(part), None, lengths, reduce.op == "mean", reduce.scale, False)
     return out

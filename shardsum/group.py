@@ -18,6 +18,10 @@ grad      what autograd does with a result that every process gets. "identity": 
           loss from it once. "sum": each process's loss is its own part, cotangents are added in process order.
 async_op  return a :class:`Handle`; not with inputs that require grad.
 
+Equal on all processes are the collective, size, op, scale, out_dtype, grad, splits, intervals, lengths of form (a), and
+the shards' dtype, trailing shape ``*F`` and (where the backward is a collective) whether they require grad. A process's
+own are its shards, lengths of forms (b) and (c), ``out`` and ``async_op``.
+
 Errors: bad input is a ValueError with the same sentence on every process, before data moves (at the first use of a
 signature, or always with ``check="always"``). A process that dies or does not come is a RuntimeError within the timeout
 that names it; the group cannot be used afterwards.
@@ -157,7 +161,7 @@ class ShardGroup:
         return peers
 
     def positions(self, virtual_rank: int) -> tuple[int, int]:
-        """Where a virtual rank lives: its process, and its index among that process's shards."""
+        """Where a virtual rank lives: its process, and its index among that process's shards. ValueError for none."""
         return self._runner.position(virtual_rank)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from values import B0_LENGTHS, B0_SUM, FLOATS, INTEGERS, assert_same, b0, random
 
 import shardsum
 from shardsum import ShardGroup, bits, reference
+from shardsum.layout import intervals_of
 from shardsum.numerics import resolve_out_dtype
 
 TRANSPORTS = ["gather", "all_to_all", "auto"]
@@ -38,7 +39,7 @@ def random_problem(rng: random.Random, num_ranks: int) -> dict:
         O=[tuple(p) for p in pairs[num_ranks:]],
         dtype=dtype,
         op=rng.choice(["sum", "mean"]) if floating else "sum",
-        scale=rng.choice([None, 0.3]) if floating else None,
+        scale=rng.choice([None, 0.3, -2.0]) if floating else None,  # -2 makes the sum of nothing -0.0
         trailing=rng.choice([(), (3,), (2, 4), (0,)]),
         seed=rng.randrange(10**6),
     )
@@ -94,6 +95,68 @@ def check_exchange(group: ShardGroup, p: dict) -> None:
         gathered = group.all_gather(data, lengths, async_op=True)
         assert_same(reduced.wait(), whole)
         assert_same(gathered.wait(), torch.cat(shards))
+
+
+def check_gradients(group: ShardGroup, p: dict, grad: str) -> None:
+    """Gradients of all_reduce, reduce_scatter and all_gather, with lengths of all forms, against the adjoint loops."""
+    num_ranks, size, dtype, trailing = group.num_virtual_ranks, p["size"], p["dtype"], p["trailing"]
+    reduce, hosted = dict(op=p["op"], scale=p["scale"]), group.virtual_ranks
+    lengths = [e - b for b, e in p["I"]]
+    splits = [len(c) for c in torch.arange(size).tensor_split(num_ranks)]
+    padded = [random_values((size + 1, *trailing), dtype, p["seed"] + r) for r in range(num_ranks)]
+
+    def check(call, form: str, held: list, wanted: list, cotangents: list, mine: list, **reduce) -> None:
+        rows = [padded[v][: lengths[v]] if form == "counted" else padded[v] for v in hosted]
+        leaves = [t.clone().to(group.device).requires_grad_() for t in rows]
+        values = {"host": lengths, "counted": None, "device": torch.tensor([lengths[v] for v in hosted])}[form]
+        outs = call(leaves, values.to(group.device) if form == "device" else values)
+        torch.autograd.backward(outs, [t.to(group.device) for t in mine])
+        expected = reference.exchange_adjoint(cotangents, held, wanted, dtype=dtype, **reduce)
+        if not isinstance(outs, list) and grad == "identity":
+            starts = [b for b, _ in held]
+            expected = reference.ragged_sum_adjoint(mine[0], starts, lengths, dtype=dtype, **reduce)
+        for v, leaf in zip(hosted, leaves):
+            assert_same(leaf.grad[: lengths[v]], expected[v])
+            assert_same(leaf.grad[lengths[v] :], torch.zeros_like(leaf.grad[lengths[v] :]))
+
+    valid, chunks, all_rows = [(0, n) for n in lengths], intervals_of(splits), intervals_of(lengths)
+    forms = ["host", "counted", "device"]
+    if group.world_size > 1 and group.engine.transport == "all_to_all":
+        forms.remove("device")
+    for form in forms:
+        whole = [random_values((size, *trailing), dtype, 50 + p) for p in range(group.world_size)]
+        check(
+            lambda x, n: group.all_reduce(x, n, size=size, grad=grad, **reduce),
+            form, valid, [(0, size)] * group.world_size, whole, [whole[group.rank]], **reduce,
+        )  # fmt: skip
+        parts = [random_values((n, *trailing), dtype, 70 + q) for q, n in enumerate(splits)]
+        check(
+            lambda x, n: group.reduce_scatter(x, n, size=size, **reduce),
+            form, valid, chunks, parts, [parts[v] for v in hosted], **reduce,
+        )  # fmt: skip
+        if form != "device":
+            rows = [random_values((sum(lengths), *trailing), dtype, 90 + p) for p in range(group.world_size)]
+            every = [(0, sum(lengths))] * group.world_size
+            check(lambda x, n: group.all_gather(x, n, grad=grad), form, all_rows, every, rows, [rows[group.rank]])
+
+
+def gradients_in_processes(rank: int, world_size: int, transport: str, seed: int, problems: int) -> None:
+    rng = random.Random(seed)
+    for i in range(problems):
+        num_ranks = rng.randint(world_size, 7)
+        group = ShardGroup(num_ranks, placement=placement_of(rng, num_ranks, world_size), transport=transport)
+        p = random_problem(rng, num_ranks)
+        if p["dtype"].is_floating_point:
+            check_gradients(group, p, ("identity", "sum")[i % 2])
+
+
+@pytest.mark.parametrize("transport", ["gather", "all_to_all"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_of_every_collective_equal_the_adjoint_loops(world_size: int, transport: str) -> None:
+    if world_size == 1:
+        gradients_in_processes(0, 1, "auto", len(transport), 30)
+    else:
+        run_processes(gradients_in_processes, world_size, transport, world_size, 10)
 
 
 def exchange_in_processes(
