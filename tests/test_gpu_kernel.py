@@ -152,6 +152,41 @@ def test_sum_padded_large(dtype: torch.dtype, lengths_of: str) -> None:
         assert_bits(out, want)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("num_ranks", [9, 16, 17, 40, 64, 65])
+def test_sum_padded_small_of_many_ranks(dtype: torch.dtype, num_ranks: int) -> None:
+    rng = random.Random(num_ranks)
+    for size, width in ((20, 1), (77, 3), (130, 8), (100, 300)):
+        whole = make((num_ranks, size + 3, width), dtype, size)
+        lengths = [rng.choice((0, size, rng.randint(0, size + 3))) for _ in range(num_ranks)]
+        for x in (whole, whole[:, 1:], whole.flip(0)):  # (the first row may be the empty one)
+            ends = [min(n, x.shape[1]) for n in lengths]
+            for starts in ([0] * num_ranks, [r % 3 - 1 for r in range(num_ranks)]):
+                rows = [x[r, :n] for r, n in enumerate(ends)]
+                want = reference.ragged_sum(rows, starts, size, out_dtype=dtype)
+                out = poison((size, width), dtype)
+                kernels.sum_padded(out, x, starts, ends, False, None, False)
+                assert_bits(out, want)
+                out = poison((size, width), dtype)
+                kernels.sum_rows(out, rows[::-1], starts[::-1], False, None, False)
+                assert_bits(out, reference.ragged_sum(rows[::-1], starts[::-1], size, out_dtype=dtype))
+
+
+@pytest.mark.parametrize("width", [4096, 4097])
+@pytest.mark.parametrize(("num_ranks", "size"), [(4, 2711), (16, 1111), (16, 2711), (40, 1111)])
+def test_sum_padded_in_wide_and_narrow_tiles(num_ranks: int, size: int, width: int) -> None:
+    rng = random.Random(size)
+    x = make((num_ranks, size, width), torch.bfloat16, size)
+    lengths = [rng.randint(0, size) for _ in range(num_ranks)]
+    want = reference.ragged_sum([x[r, :n] for r, n in enumerate(lengths)], [0] * num_ranks, size, out_dtype=x.dtype)
+    out = poison((size, width), x.dtype)
+    kernels.sum_padded(out, x, [], lengths, False, None, False)
+    assert_bits(out, want)
+    out = poison((size, width), x.dtype)
+    kernels.sum_padded_device(out, x, None, torch.tensor(lengths, device="cuda"), False, None, False)
+    assert_bits(out, want)
+
+
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("width", [1, 3, 8, 1000])
 def test_device_bounds_are_clamped(index_dtype: torch.dtype, width: int) -> None:

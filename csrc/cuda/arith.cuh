@@ -73,6 +73,9 @@ __device__ inline acc_t<T> element(const Raw<T>& raw, int j) {
     T v;
     memcpy(&v, &bits, sizeof(T));
     return to_acc(v);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // the upper half of a float: one instruction
+    const uint32_t word = raw.w[j / 2];
+    return __uint_as_float(j % 2 ? word & 0xffff0000u : word << 16);
   } else {
     constexpr int kPerWord = 4 / sizeof(T);
     const uint32_t bits = raw.w[j / kPerWord] >> (j % kPerWord * 8 * sizeof(T));

@@ -1,18 +1,19 @@
 // The masked sum: x is (R, size, width), mask[r, p] selects position p of row r. Any R in one launch.
 //
-// masked_columns_kernel: wide positions of whole vectors. A column is up to 32 vectors of one position, a warp takes
-// kColumns of them. Each lane reads a row's mask, a ballot gives the rows that take part, and only those are loaded, in
-// row order, ROWS rows x COLS columns at a time: the fewer rows take part, the more columns are in flight.
-// masked_vectors_kernel: everything else. A thread owns one vector; it reads the masks of several rows, then those
-// vectors of which any element takes part.
+// masked_columns_kernel: wide positions of whole vectors. A column is 32 vectors side by side, a warp takes a few of
+// them. Its lanes read the masks of all their rows at once and list what is selected, column by column and row by row
+// of each; only that is loaded, kInFlight items at a time whatever column they belong to, and added in the order of the
+// list. masked_vectors_kernel: everything else. A thread owns one vector; it reads the masks of several rows, then
+// those vectors of which any element takes part.
 #pragma once
 #include "arith.cuh"
 
 namespace shardsum {
 
 constexpr int kMaskedThreads = 256;
-constexpr int kMaskedWarps = kMaskedThreads / 32;
-constexpr int kColumns = 4;
+constexpr int kColumnWarps = 2;              // of a block: what waits for the slowest warp is small
+constexpr int kInFlight = 8, kTogether = 4;  // items of a warp; of them, so many behind one branch
+constexpr int kMasks = 64, kItems = 64;      // masks that a warp reads at once, items that come of them at most
 
 struct MaskedParams {
   Epilogue epilogue;
@@ -24,8 +25,14 @@ struct MaskedParams {
   // masked_vectors_kernel: every vector of x is aligned; a row's mask bytes can be read four at a time
   bool aligned, mask_words;
   // masked_columns_kernel
-  int vectors_per_position, columns_per_position;
-  unsigned num_columns;
+  unsigned num_vectors, vectors_per_position;
+  unsigned division, division_shift;  // v / vectors_per_position is the upper word of v * division, shifted down
+  int columns;                        // of a warp
+  int row_shift, row_mask;            // of its masks, (c << row_shift) + r is row r's of column c
+  int num_masks;
+  bool wide;           // its columns lie in one position: the first one's masks are all
+  int64_t mask_bytes;  // from one row to the next; a mask is mask_which of byte p >> mask_shift, p & mask_low bits up
+  unsigned mask_shift, mask_low, mask_which;
 };
 
 __device__ inline bool mask_at(const Mask& m, int r, int64_t position) {
@@ -33,128 +40,158 @@ __device__ inline bool mask_at(const Mask& m, int r, int64_t position) {
   return static_cast<const uint8_t*>(m.data)[r * m.stride + position] != 0;
 }
 
-// One column of a warp: its position and this lane's vector in it.
-struct Column {
-  int64_t position;
-  int64_t vector;  // of the output
-  bool exists;     // this lane's vector does
+// One row's part of a column.
+struct alignas(16) Item {
+  const char* from;  // lane 0's vector
+  unsigned lanes;    // those that it contributes to, as bits
+  int column;
 };
 
-__device__ inline int count_bits(uint32_t v) { return __popc(v); }
-__device__ inline int count_bits(uint64_t v) { return __popcll(v); }
-__device__ inline int first_bit(uint32_t v) { return __ffs(v) - 1; }
-__device__ inline int first_bit(uint64_t v) { return __ffsll(v) - 1; }
-
-// What this lane reads of a column's mask: whether rows r0 + lane, r0 + 32 + lane, ... take part.
-template <typename Rows>
-struct LaneMask {
-  static constexpr int kWords = sizeof(Rows) / 4;
-  bool takes_part[kWords];
-
-  __device__ LaneMask(const MaskedParams& p, const Column& column, int r0) {
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      const int r = r0 + w * 32 + threadIdx.x % 32;
-      takes_part[w] = r < p.num_rows && column.position < p.size && mask_at(p.mask, r, column.position);
-    }
-  }
-
-  // Bit r: row r0 + r takes part.
-  __device__ Rows rows() const {
-    Rows bits = 0;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) bits |= Rows(__ballot_sync(0xffffffffu, takes_part[w])) << (w * 32);
-    return bits;
-  }
-};
-
-// The sums of COLS columns of at most ROWS rows each; or of one column of any number of rows.
-template <typename T, typename Rows, int ROWS, int COLS>
-__device__ inline void sum_columns(const MaskedParams& p, const Column* columns, const Rows* rows) {
-  constexpr int V = kVec<T>, kBits = int(sizeof(Rows)) * 8;
-  Raw<T> raw[ROWS][COLS];
-  int hits[COLS];
-  Rows left[COLS];
-#pragma unroll
-  for (int c = 0; c < COLS; ++c) hits[c] = count_bits(left[c] = rows[c]);
-  const auto load_piece = [&](int r0) {
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-#pragma unroll
-      for (int c = 0; c < COLS; ++c) {
-        raw[i][c] =
-            load_streaming<T>(p.data + (r0 + first_bit(left[c])) * p.row_bytes + columns[c].vector * kVecBytes<T>,
-                              (left[c] != 0) & columns[c].exists);
-        left[c] &= left[c] - 1;
-      }
-    }
-  };
-  load_piece(0);
-#pragma unroll
-  for (int c = 0; c < COLS; ++c) {
-    acc_t<T> acc[V] = {};
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) add_vector<T>(acc, raw[i][c]);
-    if constexpr (COLS == 1) {
-      for (int r0 = 0;; r0 += kBits) {
-        const LaneMask<Rows> next(p, columns[0], r0 + kBits);  // read while this group's loads are on their way
-        while (left[0]) {
-          load_piece(r0);
-#pragma unroll
-          for (int i = 0; i < ROWS; ++i) add_vector<T>(acc, raw[i][0]);
-        }
-        if (r0 + kBits >= p.num_rows) break;
-        left[0] = next.rows();
-        hits[0] += count_bits(left[0]);
-      }
-    }
-    if (!columns[c].exists) continue;
-    const int64_t element = columns[c].vector * V;
-    if (p.epilogue.direct) {
-      store_vector(static_cast<T*>(p.epilogue.out) + element, acc);
-    } else {
-      int count[V];
-#pragma unroll
-      for (int j = 0; j < V; ++j) count[j] = hits[c];
-      finish<acc_t<T>, V>(p.epilogue, element, V, acc, count);
-    }
-  }
+__device__ inline Item load_item(const Item* p) {  // in one piece
+  const int4 v = *reinterpret_cast<const int4*>(p);
+  Item item;
+  memcpy(&item, &v, sizeof(item));
+  return item;
 }
 
-// Rows: uint32_t for up to 32 rows, uint64_t for more.
-template <typename T, typename Rows>
-__global__ void __launch_bounds__(kMaskedThreads, 4) masked_columns_kernel(const __grid_constant__ MaskedParams p) {
-  const unsigned first = (blockIdx.x * kMaskedWarps + threadIdx.x / 32) * kColumns;
-  if (first >= p.num_columns) return;
-  Column columns[kColumns];
-  unsigned position = first / p.columns_per_position;
-  int part = first - position * p.columns_per_position;
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-    const int vector = part * 32 + threadIdx.x % 32;
-    columns[c] = {position, int64_t(position) * p.vectors_per_position + vector,
-                  position < p.size && vector < p.vectors_per_position};
-    if (++part == p.columns_per_position) part = 0, ++position;
+__device__ inline void store_item(Item* p, const Item& item) {
+  int4 v;
+  memcpy(&v, &item, sizeof(item));
+  *reinterpret_cast<int4*>(p) = v;
+}
+
+// A column's first position and the lanes of it; the others, if any, are of the next one.
+struct ColumnPlace {
+  unsigned position, lanes;
+
+  __device__ ColumnPlace(const MaskedParams& p, unsigned column) {
+    const unsigned vector = column * 32;
+    position = __umulhi(vector, p.division) >> p.division_shift;
+    lanes = ~0u >> (32 - min((position + 1) * p.vectors_per_position - vector, 32u));
   }
-  const LaneMask<Rows> masks[kColumns] = {
-      {p, columns[0], 0}, {p, columns[1], 0}, {p, columns[2], 0}, {p, columns[3], 0}};
-  Rows rows[kColumns];
-  int most = 0;
+};
+
+// The byte that holds a mask, or 0; and the mask in it.
+__device__ inline uint8_t load_mask(const MaskedParams& p, unsigned row, unsigned position, bool valid) {
+  const uint64_t at = uint64_t(p.mask_bytes) * row + (position >> p.mask_shift);
+  return load_element(static_cast<const uint8_t*>(p.mask.data) + at, valid && position < unsigned(p.size));
+}
+__device__ inline unsigned mask_of(const MaskedParams& p, uint8_t byte, unsigned position) {
+  return byte >> (position & p.mask_low) & p.mask_which;
+}
+
+// Lists what the masks [m0, m0 + kMasks) of the columns from `first` on select; the number of items. One warp.
+template <typename T>
+__device__ inline int list_items(const MaskedParams& p, unsigned first, int m0, Item* list) {
+  constexpr int kWords = kMasks / 32, kColumnBytes = 32 * kVecBytes<T>;
+  const int lane = threadIdx.x % 32;
+  const auto column_of = [&](int k) { return (m0 + k * 32 + lane) >> p.row_shift; };
+  const auto row_of = [&](int k) { return (m0 + k * 32 + lane) & p.row_mask; };
+  const auto exists = [&](int k) { return m0 + k * 32 + lane < p.num_masks && row_of(k) < p.num_rows; };
+  uint8_t here[kWords], next[kWords] = {};
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) most = max(most, count_bits(rows[c] = masks[c].rows()));
-  if (most > 4 || p.num_rows > int(sizeof(Rows)) * 8) {
-#pragma unroll 1
-    for (int c = 0; c < kColumns; ++c) {
-      sum_columns<T, Rows, 8, 1>(p, columns, rows);
+  for (int k = 0; k < kWords; ++k)
+    here[k] = load_mask(p, row_of(k), ColumnPlace(p, first + column_of(k)).position, exists(k));
+  if (p.vectors_per_position % 32 != 0) {
 #pragma unroll
-      for (int i = 0; i + 1 < kColumns; ++i) columns[i] = columns[i + 1], rows[i] = rows[i + 1];
+    for (int k = 0; k < kWords; ++k) {
+      const ColumnPlace at(p, first + column_of(k));
+      next[k] = load_mask(p, row_of(k), at.position + 1, exists(k) && at.lanes != ~0u);
     }
-  } else if (most > 2) {
-    sum_columns<T, Rows, 4, 2>(p, columns, rows);
-    sum_columns<T, Rows, 4, 2>(p, columns + 2, rows + 2);
-  } else {
-    sum_columns<T, Rows, 2, 4>(p, columns, rows);
   }
+  unsigned listed[kWords], lanes[kWords];
+  int n = 0, before = 0;
+#pragma unroll
+  for (int k = 0; k < kWords; ++k) {
+    const ColumnPlace at(p, first + column_of(k));
+    lanes[k] =
+        (mask_of(p, here[k], at.position) ? at.lanes : 0) | (mask_of(p, next[k], at.position + 1) ? ~at.lanes : 0);
+    listed[k] = __ballot_sync(0xffffffffu, lanes[k] != 0);
+    n += __popc(listed[k]);
+  }
+#pragma unroll
+  for (int k = 0; k < kWords; ++k) {
+    if (lanes[k] != 0) {
+      int c = column_of(k), at = before + __popc(listed[k] & ((1u << lane) - 1));
+      const char* from = p.data + row_of(k) * p.row_bytes + int64_t(first + c) * kColumnBytes;
+      store_item(&list[at], {from, lanes[k], c});
+      if (p.wide) {
+#pragma unroll 1
+        while (++c < p.columns) store_item(&list[at += n], {from += kColumnBytes, ~0u, c});
+      }
+    }
+    before += __popc(listed[k]);
+  }
+  if (p.wide) n *= p.columns;
+  if (lane < kTogether) list[n + lane].lanes = 0;
+  return n;
+}
+
+// kDirect: nothing but the sum, in the rows' dtype.
+template <typename T, bool kDirect>
+__global__ void __launch_bounds__(kColumnWarps * 32, 16) masked_columns_kernel(const __grid_constant__ MaskedParams p) {
+  constexpr int V = kVec<T>;
+  __shared__ Item lists[kColumnWarps][kItems + kTogether];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned first = (blockIdx.x * kColumnWarps + warp) * p.columns;
+  if (first * 32 >= p.num_vectors) return;
+  Item* list = lists[warp];
+  acc_t<T> acc[V] = {};
+  int current = 0, hits = 0;
+  const auto store_up_to = [&](int column) {  // columns of no item too
+#pragma unroll 1
+    do {
+      const unsigned vector = (first + current) * 32 + lane;
+      if (vector < p.num_vectors) {
+        if constexpr (kDirect) {
+          store_vector(static_cast<T*>(p.epilogue.out) + int64_t(vector) * V, acc);
+        } else {
+          int count[V];
+#pragma unroll
+          for (int j = 0; j < V; ++j) count[j] = hits;
+          finish<acc_t<T>, V>(p.epilogue, int64_t(vector) * V, V, acc, count);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < V; ++j) acc[j] = 0;
+      hits = 0;
+    } while (++current < column);
+  };
+  for (int m0 = 0; m0 < p.num_masks; m0 += kMasks) {
+    if (m0 > 0) __syncwarp();
+    const int n = list_items<T>(p, first, m0, list);
+    __syncwarp();
+    for (int k = 0; k < n; k += kInFlight) {
+      Raw<T> raw[kInFlight];
+      unsigned inside = 0;
+#pragma unroll
+      for (int j = 0; j < kInFlight; j += kTogether) {
+        if (k + j >= n) break;
+#pragma unroll
+        for (int i = j; i < j + kTogether; ++i) {
+          const Item item = load_item(&list[k + i]);
+          const bool in = (item.lanes & 1u << lane) != 0;
+          raw[i] = load_streaming<T>(item.from + lane * kVecBytes<T>, in);
+          if (!kDirect) inside |= unsigned(in) << i;
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kInFlight; j += kTogether) {
+        if (k + j >= n) break;
+        int column[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) column[i] = list[k + j + i].column;
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          if (k + j + i >= n) break;
+          if (column[i] != current) store_up_to(column[i]);
+          add_vector<T>(acc, raw[j + i]);
+          if (!kDirect) hits += inside >> (j + i) & 1;
+        }
+      }
+    }
+  }
+  store_up_to(p.columns);
 }
 
 // Which elements of a vector take part: byte j is 0xff or 0.

@@ -16,12 +16,12 @@ namespace shardsum {
 constexpr int kMaxRows = 256;  // of one launch: the table travels in the kernel's parameters
 constexpr int64_t kMaxUnits = int64_t(1) << 30;
 constexpr int kThreads = 128;
-constexpr int kBlocksPerSM = 8;
-constexpr int kDepth = 8;    // items in flight per thread
-constexpr int kMaxCols = 2;  // vectors per thread and tile
+constexpr int kBlocksPerSM = 10;  // as many as shared memory allows
+constexpr int kDepth = 8;         // items in flight per thread
+constexpr int kMaxCols = 3;       // vectors per thread and tile
 
 // Bounds in units of the launch's slice of the output; `origin` is where unit 0 would be (it may lie outside the row).
-struct RowRange {
+struct alignas(16) RowRange {
   const char* origin;
   int begin, end;
 };
@@ -29,7 +29,8 @@ struct RowRange {
 struct RowsParams {
   Epilogue epilogue;
   int num_units;
-  int tile_cols;  // vectors per thread and tile
+  int tile_cols;     // vectors per thread and tile
+  int narrow_tiles;  // so many at the front have one vector per thread
   int num_rows;
   int first_row;       // of `device`, for this launch
   int64_t first_unit;  // of the output, for this launch
@@ -49,38 +50,33 @@ __device__ inline Active load_active(const Active* p) {  // in one piece
   return {reinterpret_cast<const char*>((uint64_t(unsigned(v.y)) << 32) | unsigned(v.x)), v.z, v.w};
 }
 
+// Row r of the host's table, another one for every lane. The constant cache serves one address at a time: from so many
+// rows on a load through the L1 is faster.
+__device__ inline RowRange load_row(const RowsParams& p, int r) {
+  constexpr int kFewConstants = 8;
+  if (p.num_rows <= kFewConstants) return p.rows[r];
+  uint32_t low, high;
+  int begin, end;
+  asm("ld.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(low), "=r"(high), "=r"(begin), "=r"(end) : "l"(&p.rows[r]));
+  return {reinterpret_cast<const char*>((uint64_t(high) << 32) | low), begin, end};
+}
+
 __device__ inline int64_t load_index(const void* p, int64_t i, bool index64) {
   return index64 ? static_cast<const int64_t*>(p)[i] : static_cast<const int32_t*>(p)[i];
 }
 
-// Row r of this launch without its address: bounds read one by one are cheap, addresses only rows of a tile need.
+// Row r of this launch, its bounds on the device.
 template <typename T, int kUnitBytes>
-struct RowBounds {
-  int64_t device_begin = 0;
-  int begin = 0, end = 0;
-
-  __device__ RowBounds(const RowsParams& p, int r) {
-    if (p.device.lengths == nullptr) {
-      begin = p.rows[r].begin;
-      end = p.rows[r].end;
-      return;
-    }
-    const DeviceRows& d = p.device;
-    const int64_t row = p.first_row + r;
-    const int64_t start = d.starts == nullptr ? 0 : min(max(load_index(d.starts, row, d.index64), int64_t(0)), p.size);
-    const int64_t length = min(max(load_index(d.lengths, row, d.index64), int64_t(0)), d.capacity);
-    device_begin = start * p.units_per_position - p.first_unit;
-    const int64_t device_end = min(start + length, p.size) * p.units_per_position - p.first_unit, last = p.num_units;
-    begin = int(min(max(device_begin, int64_t(0)), last));
-    end = int(min(max(device_end, int64_t(0)), last));
-  }
-
-  __device__ const char* origin(const RowsParams& p, int r) const {
-    if (p.device.lengths == nullptr) return p.rows[r].origin;
-    return static_cast<const char*>(p.device.data) + (p.first_row + r) * p.device.row_stride * int64_t(sizeof(T)) -
-           device_begin * kUnitBytes;
-  }
-};
+__device__ inline RowRange load_device_row(const RowsParams& p, int r) {
+  const DeviceRows& d = p.device;
+  const int64_t row = p.first_row + r;
+  const int64_t start = d.starts == nullptr ? 0 : min(max(load_index(d.starts, row, d.index64), int64_t(0)), p.size);
+  const int64_t length = min(max(load_index(d.lengths, row, d.index64), int64_t(0)), d.capacity);
+  const int64_t begin = start * p.units_per_position - p.first_unit;
+  const int64_t end = min(start + length, p.size) * p.units_per_position - p.first_unit, last = p.num_units;
+  return {static_cast<const char*>(d.data) + row * d.row_stride * int64_t(sizeof(T)) - begin * kUnitBytes,
+          int(min(max(begin, int64_t(0)), last)), int(min(max(end, int64_t(0)), last))};
+}
 
 // The rows that overlap the units [first, first + tile_len), in order. One warp.
 template <typename T, int kUnitBytes>
@@ -90,12 +86,11 @@ __device__ inline int list_rows(const RowsParams& p, int first, int tile_len, Ac
 #pragma unroll 1
   for (int r0 = 0; r0 < p.num_rows; r0 += 32) {
     const int r = min(r0 + lane, p.num_rows - 1);
-    const RowBounds<T, kUnitBytes> row(p, r);
+    const RowRange row = p.device.lengths == nullptr ? load_row(p, r) : load_device_row<T, kUnitBytes>(p, r);
     const int lo = max(row.begin - first, 0), hi = min(row.end - first, tile_len);
     const bool overlaps = lo < hi && r == r0 + lane;
     const unsigned mask = __ballot_sync(0xffffffffu, overlaps);
-    if (overlaps)
-      list[n + __popc(mask & ((1u << lane) - 1))] = {row.origin(p, r) + int64_t(first) * kUnitBytes, lo, hi - lo};
+    if (overlaps) list[n + __popc(mask & ((1u << lane) - 1))] = {row.origin + int64_t(first) * kUnitBytes, lo, hi - lo};
     n += __popc(mask);
   }
   return n;
@@ -109,8 +104,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM) sum_rows_kernel(const 
   __shared__ Raw<T> rings[kDepth][kThreads];
   __shared__ Active list[kMaxRows];
   __shared__ int list_length;
-  const int tile_units = p.tile_cols * kThreads * kStep;
-  const int first = blockIdx.x * tile_units;
+  const int tile = blockIdx.x;
+  const int cols = tile < p.narrow_tiles ? 1 : p.tile_cols, tile_units = cols * kThreads * kStep;
+  const int first = (tile < p.narrow_tiles ? tile : p.narrow_tiles + (tile - p.narrow_tiles) * cols) * kThreads * kStep;
   const int tile_len = min(tile_units, p.num_units - first);
   if (threadIdx.x < 32) {
     const int n = list_rows<T, kUnitBytes>(p, first, tile_len, list);
@@ -120,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM) sum_rows_kernel(const 
   const int n = list_length;
 
   // The next item to copy: row `next` of the list, this thread's vector at unit `copy_at` of the tile.
-  int next = 0, copy_at = threadIdx.x * kStep, left = n * p.tile_cols;
+  int next = 0, copy_at = threadIdx.x * kStep, left = n * cols;
   const auto copy_item = [&](int slot) {
     const Active row = load_active(&list[next]);
     const int at = copy_at - row.lo;

@@ -1,31 +1,54 @@
 // The ragged sum into a small output, where latency counts and not bytes: as few dependent steps as possible.
 //
-// Few rows: one thread per vector (or element) holds all of them; bounds are plain kernel arguments.
-// Many rows: a block takes 32 elements; its warps fetch the rows side by side into shared memory as accumulators, then
-// one warp adds them in row order.
+// Few rows, or up to kStridedRows of one padded tensor: one thread per vector (or element) holds all of them; bounds
+// are plain kernel arguments. Many rows: a block takes 32 elements; its warps fetch the rows side by side into shared
+// memory as accumulators, then one warp adds them in row order.
 #pragma once
 #include "sum_rows.cuh"
 
 namespace shardsum {
 
-constexpr int kFewRows = 8, kFewThreads = 128;
+constexpr int kFewRows = 8, kStridedFew = 16, kStridedRows = 64, kFewThreads = 128;
 constexpr int kManyRows = 128, kManyThreads = 256;
 
+// Rows anywhere, bounds in units; unused rows have length 0.
 template <int ROWS>
+struct ListedRows {
+  static constexpr int kRows = ROWS;
+  int begins[ROWS], lengths[ROWS];
+  const char* origins[ROWS];
+
+  __device__ bool covers(int r, unsigned unit) const { return unit - begins[r] < unsigned(lengths[r]); }
+  __device__ const char* origin(int r) const { return origins[r]; }
+};
+
+// Rows that begin with the output and lie `stride` bytes apart: a table a quarter as long, which is what counts for
+// many rows, since parameters come through the constant cache piece by piece.
+template <int ROWS>
+struct StridedRows {
+  static constexpr int kRows = ROWS;
+  const char* first;
+  unsigned stride;
+  int lengths[ROWS];
+
+  __device__ bool covers(int r, unsigned unit) const { return unit < unsigned(lengths[r]); }
+  __device__ const char* origin(int r) const { return first + uint64_t(stride) * r; }
+};
+
+template <typename Rows>
 struct FewRowsParams {
   void* out;
   int num_units;
-  int begin[ROWS], length[ROWS];  // in units; unused rows have length 0
-  const char* origin[ROWS];
+  Rows rows;
   Epilogue epilogue;
 };
 
 // kItems elements of a thread, a block's width apart.
-template <typename T, bool kAligned, bool kPlain, int ROWS, int kItems>
-__global__ void __launch_bounds__(kFewThreads, 1) sum_few_rows_kernel(const __grid_constant__ FewRowsParams<ROWS> p) {
+template <typename T, bool kAligned, bool kPlain, int kItems, typename Rows>
+__global__ void __launch_bounds__(kFewThreads, 1) sum_few_rows_kernel(const __grid_constant__ FewRowsParams<Rows> p) {
   static_assert(kItems == 1 || (kPlain && !kAligned));
-  constexpr int V = kAligned ? kVec<T> : 1;
-  const unsigned unit = blockIdx.x * (blockDim.x * kItems) + threadIdx.x;
+  constexpr int V = kAligned ? kVec<T> : 1, ROWS = Rows::kRows;
+  const unsigned unit = blockIdx.x * (kFewThreads * kItems) + threadIdx.x;
   if (unit >= unsigned(p.num_units)) return;
   if constexpr (kAligned) {
     acc_t<T> acc[V] = {};
@@ -33,8 +56,8 @@ __global__ void __launch_bounds__(kFewThreads, 1) sum_few_rows_kernel(const __gr
     int hits = 0;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      const bool valid = unit - p.begin[r] < unsigned(p.length[r]);
-      raw[r] = load_streaming<T>(p.origin[r] + uint64_t(unit) * kVecBytes<T>, valid);
+      const bool valid = p.rows.covers(r, unit);
+      raw[r] = load_streaming<T>(p.rows.origin(r) + uint64_t(unit) * kVecBytes<T>, valid);
       if (!kPlain) hits += valid;
     }
 #pragma unroll
@@ -52,16 +75,17 @@ __global__ void __launch_bounds__(kFewThreads, 1) sum_few_rows_kernel(const __gr
     int count[1] = {};
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
+      const unsigned at = unit + i * kFewThreads;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const bool valid = unit + i * blockDim.x - p.begin[r] < unsigned(p.length[r]);
-        value[i][r] = load_element(reinterpret_cast<const T*>(p.origin[r]) + unit + i * blockDim.x, valid);
+        const bool valid = p.rows.covers(r, at);
+        value[i][r] = load_element(reinterpret_cast<const T*>(p.rows.origin(r)) + at, valid);
         if (!kPlain) count[0] += valid;
       }
     }
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const unsigned at = unit + i * blockDim.x;
+      const unsigned at = unit + i * kFewThreads;
       acc_t<T> acc[1] = {};
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) acc[0] = add(acc[0], to_acc(value[i][r]));
@@ -79,6 +103,9 @@ __global__ void __launch_bounds__(kManyThreads, 1) sum_many_rows_kernel(const __
   __shared__ acc_t<T> values[kManyRows][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int unit = blockIdx.x * 32 + lane;
+  const auto load = [&](int r) {
+    return p.device.lengths == nullptr ? p.rows[r] : load_device_row<T, int(sizeof(T))>(p, r);
+  };
   const int per_warp = (p.num_rows + kWarps - 1) / kWarps;  // neighbours: their bounds share cache lines
   const int end = min((warp + 1) * per_warp, p.num_rows);
   for (int r0 = warp * per_warp; r0 < end; r0 += kInFlight) {
@@ -86,8 +113,8 @@ __global__ void __launch_bounds__(kManyThreads, 1) sum_many_rows_kernel(const __
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int r = min(r0 + i, end - 1);
-      const RowBounds<T, int(sizeof(T))> row(p, r);
-      value[i] = load_element(reinterpret_cast<const T*>(row.origin(p, r)) + unit,
+      const RowRange row = load(r);
+      value[i] = load_element(reinterpret_cast<const T*>(row.origin) + unit,
                               r == r0 + i && row.begin <= unit && unit < row.end);
     }
 #pragma unroll
@@ -108,7 +135,7 @@ __global__ void __launch_bounds__(kManyThreads, 1) sum_many_rows_kernel(const __
   }
   if (p.epilogue.mean) {
     for (int r = 0; r < p.num_rows; ++r) {
-      const RowBounds<T, int(sizeof(T))> row(p, r);
+      const RowRange row = load(r);
       count[0] += row.begin <= unit && unit < row.end;
     }
   }
