@@ -54,6 +54,9 @@ class Case:
 F32, BF16 = torch.float32, torch.bfloat16
 CASES = (
     Case(4, 20, 1, F32, 0.6),
+    Case(4, 20, 1, F32, 0.6, allocating=True),
+    Case(8, 128, 8, F32, 0.5),
+    Case(8, 512, 32, F32, 0.5),
     Case(8, 4096, 256, F32, 0.5),
     Case(8, 4096, 256, F32, 0.5, allocating=True),
     Case(2, 8192, 2048, F32, 0.5),

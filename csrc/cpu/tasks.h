@@ -7,7 +7,7 @@
 
 namespace shardsum {
 
-constexpr int64_t kBytesPerTask = 128 << 10;   // less is not worth waking a thread for
+constexpr int64_t kBytesPerTask = 256 << 10;   // less takes 6 us, hardly more than waking a thread, and never waits
 constexpr int64_t kStreamingBytes = 16 << 20;  // an output of this size is in no cache when it is read again
 
 // How many threads to use for work that moves `bytes`.

@@ -1,0 +1,163 @@
+"""How long an eager call keeps the host busy: Python, dispatcher and launch, at sizes where nothing else counts.
+
+    python benchmarks/host_time.py [--device cuda] [--json FILE]
+    torchrun --nproc-per-node=2 benchmarks/host_time.py [--device cuda] [--json FILE]
+
+One process: ragged sums of R shards padded to S positions of fp32, against torch (m: the float mask (R, S)).
+
+out=, allocating, mean       shardsum.ragged_sum
+eager out=, eager            torch.sum(x * m, 0, out=out), (x * m).sum(0)
+loop                         out.zero_(), then out[:length_r].add_(x[r, :length_r]) for every rank
+compile                      torch.compile of out.copy_((x * m).sum(0))
+
+Several: collectives of one bf16 shard a process, uneven lengths, against NCCL (gloo) and torch's symmetric memory,
+which move the padded shard. On CUDA a call ends when its work is enqueued; calls come in bursts short enough for the
+queue. Microseconds of the slowest process, in turns, everything verified first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardsum import ShardGroup, bits, native, ragged_sum, reference
+from shardsum.bench.rows import environment
+from shardsum.bench.symmetric import Symmetric
+from shardsum.bench.timing import Processes, Timing, turns
+from shardsum.launcher import launched
+
+Calls = dict[str, Callable[[], Any]]
+BURST = 20  # calls before the GPU is waited for
+SUMS = {"20 positions": [8, 12, 10, 18], "1024 positions": [1024, 100, 700, 0, 513, 901, 1023, 12]}
+POSITIONS, WIDTH = 32, 256  # of a collective: 16 KiB of bf16
+
+
+def sampler(call: Callable[[], Any], device: torch.device, processes: Processes) -> Callable[[], float]:
+    """Seconds of host time a call, once each time it is called."""
+
+    def sample() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        processes.slowest(0)
+        begin = time.perf_counter()
+        for _ in range(BURST):
+            call()
+        return processes.slowest((time.perf_counter() - begin) / BURST)
+
+    for _ in range(3):
+        sample()
+    return sample
+
+
+def local_sums(lengths: list[int], size: int, device: torch.device) -> Calls:
+    x = torch.randn(len(lengths), size, device=device)
+    mask = (torch.arange(size) < torch.tensor(lengths)[:, None]).to(device, torch.float32)
+    out = torch.full((size,), float("nan"), device=device)
+    compiled = torch.compile(lambda x, m, out: out.copy_((x * m).sum(0)))
+
+    def loop() -> Tensor:
+        out.zero_()
+        for r, n in enumerate(lengths):
+            out[:n].add_(x[r, :n])
+        return out
+
+    calls: Calls = {
+        "out=": lambda: ragged_sum(x, lengths, out=out),
+        "allocating": lambda: ragged_sum(x, lengths),
+        "mean, out=": lambda: ragged_sum(x, lengths, op="mean", out=out),
+        "eager out=": lambda: torch.sum(x * mask, 0, out=out),
+        "eager": lambda: (x * mask).sum(0),
+        "loop": loop,
+        "compile": lambda: compiled(x, mask, out),
+    }
+    rows = [x[r, :n].cpu() for r, n in enumerate(lengths)]
+    for name, call in calls.items():
+        op = "mean" if "mean" in name else "sum"
+        want = reference.ragged_sum(rows, [0] * len(rows), size, op=op, out_dtype=torch.float32)
+        got = call().cpu()
+        if name in ("out=", "allocating", "mean, out="):
+            assert bits.equal(got, want), f"{name}: {bits.first_difference(got, want)}"
+        torch.testing.assert_close(got, want)
+    return calls
+
+
+def collectives(group: ShardGroup, processes: Processes) -> Calls:
+    lengths = [POSITIONS - 3 * r for r in range(group.world_size)]
+    shape, device = (POSITIONS, WIDTH), group.device
+    padded = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(r)) for r in range(len(lengths))])
+    padded = padded.bfloat16()
+    for row, n in zip(padded, lengths):
+        row[n:] = 0
+    rows = [row[:n] for row, n in zip(padded, lengths)]
+    want = reference.ragged_sum(rows, [0] * len(rows), POSITIONS, out_dtype=torch.bfloat16)
+    x = padded[group.rank].to(device)
+    out, work = torch.empty_like(x), torch.zeros_like(x)
+    calls: Calls = {
+        "all_reduce, out=": lambda: group.all_reduce(x, lengths, size=POSITIONS, out=out),
+        "all_reduce": lambda: group.all_reduce(x, lengths, size=POSITIONS),
+        "reduce_scatter": lambda: group.reduce_scatter(x, lengths, size=POSITIONS),
+        "all_gather": lambda: group.all_gather(x, lengths),
+    }
+    for name in ("all_reduce, out=", "all_reduce"):
+        for _ in range(2):  # the second one is a call that has run before
+            got = calls[name]().cpu()
+            assert bits.equal(got, want), f"{name}: {bits.first_difference(got, want)}"
+    calls["dist.all_reduce"] = lambda: dist.all_reduce(work)
+    try:
+        symmetric = Symmetric(x.nbytes, device, processes)
+    except (ImportError, RuntimeError):
+        return calls
+    for variant in symmetric.variants(x, want, want)[:2]:
+        calls[variant.name] = variant.calls[0]
+    return calls
+
+
+def measure(name: str, calls: Calls, device: torch.device, processes: Processes, samples: int) -> dict[str, Timing]:
+    timings = turns({n: sampler(c, device, processes) for n, c in calls.items()}, samples)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"\n{name}")
+        for variant, timing in timings.items():
+            print(f"  {variant:20} {timing}", flush=True)
+    return timings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    native.load()
+    measured: dict[str, dict[str, Timing]] = {}
+    with launched(args.device, 60) as device:
+        several = dist.is_initialized()
+        processes = Processes(dist.new_group(backend="gloo") if several else None)
+        if several:
+            group = ShardGroup(device=device)
+            name = f"{group.world_size} processes, {POSITIONS} x {WIDTH} bf16"
+            calls = collectives(group, processes)
+            measured[name] = measure(name, calls, device, processes, args.samples)
+            print(f"transport: {group.stats().route.transport}") if group.rank == 0 else None
+        else:
+            for text, lengths in SUMS.items():
+                name = f"R={len(lengths)}, {text}, fp32"
+                calls = local_sums(lengths, int(text.split()[0]), device)
+                measured[name] = measure(name, calls, device, processes, args.samples)
+        first = not several or dist.get_rank() == 0
+    if args.json and first:
+        rows = {name: {v: asdict(t) for v, t in timings.items()} for name, timings in measured.items()}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({**environment(), "seconds": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
