@@ -63,7 +63,8 @@ def small() -> Iterator[Case]:
 
 
 def masked() -> Iterator[Case]:
-    for num_ranks, size, width in ((8, 65536, 256), (4, 65536, 1024), (8, 65536, 320), (16, 8192, 4096)):
+    shapes = ((8, 65536, 256), (4, 65536, 1024), (8, 65536, 320), (16, 8192, 4096), (64, 2048, 4096))
+    for num_ranks, size, width in shapes:
         for fill in (0.1, 0.5, 0.9):
             case = Case(num_ranks=num_ranks, size=size, width=width, dtype="bf16", fill=fill, operation="masked_sum")
             yield case

@@ -1,6 +1,7 @@
 // Launcher of the masked sum.
 #include "launch.h"
-#include "masked_sum.cuh"
+#include "masked_columns.cuh"
+#include "masked_vectors.cuh"
 
 namespace shardsum {
 namespace {
