@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -301,10 +302,11 @@ class Bench:
                     continue
                 lengths = [int(positions * shares[r % len(shares)]) for r in range(self.world_size)]
                 if size <= self.peer.layout.push_limit:
-                    self.ours(size, profile, lengths, "push", None, host)
-                    self.ours(size, profile, lengths, "copy-in", False, False)
+                    self.ours(size, profile, lengths, "pushed", None, host)
+                elif self.peer.layout.writes:  # rows in symmetric memory are written like any other
+                    self.ours(size, profile, lengths, "written", None, host)
                 else:
-                    self.ours(size, profile, lengths, "copy-in", None, host)
+                    self.ours(size, profile, lengths, "read", None, host)
                     self.ours(size, profile, lengths, "zero-copy", None, False)
                 if self.world_size > 2:
                     self.ours(size, profile, lengths, "one-shot", False, False)
@@ -320,19 +322,17 @@ class Bench:
         self.zero_copy = self.peer.empty((max(self.sizes) // 2,), torch.bfloat16)
         for size in self.sizes:
             lengths = [size // (2 * WIDTH)] * self.world_size
-            for blocks in (64, 96, 128):
-                for producers in (1, 2, 3):
-                    for columns, stretches in ((4, 8), (4, 16), (4, 32), (8, 8), (8, 16)):
-                        shape = dict(blocks=blocks, producer_warps=producers, columns=columns, stretches=stretches)
-                        self.peer.tuning = Tuning(**shape)
-                        self.peer._calls.clear()
-                        label = f"{blocks}/{producers}/{columns}/{stretches}"
-                        self.ours(size, label, lengths, "copy-in", None, False)
-        for size in (16 << 10, 64 << 10, 256 << 10):
+            writes = self.peer.layout.writes
+            for producers, pieces, stretches in product((1, 2, 3), (4, 8, 16) if writes else (0,), (2, 4, 8, 16)):
+                shape = dict(write_pieces=pieces, write_stretches=stretches) if writes else dict(stretches=stretches)
+                self.peer.tuning = Tuning(producer_warps=producers, one_producer_bytes=0, **shape)
+                self.peer._calls.clear()
+                self.ours(size, f"{producers}/{pieces}/{stretches}", lengths, "shape", None, False)
+        for size in (64 << 10, 256 << 10, 1 << 20):
             self.peer.tuning = Tuning()
             lengths = [size // (2 * WIDTH)] * self.world_size
-            self.ours(size, "1.0", lengths, "push", None, False)
-            self.ours(size, "1.0", lengths, "copy-in", False, False)
+            self.ours(size, "1.0", lengths, "pushed", None, False)
+            self.ours(size, "1.0", lengths, "one-shot", False, False)
 
 
 def write(path: Path, bench: Bench, rate: float) -> None:

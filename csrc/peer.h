@@ -5,7 +5,8 @@
 //     flags    [2 parities][max_blocks][flag_ranks]     RowFlag      where and how long each virtual rank's row is
 //     stages   [2 parities][max_blocks][num_processes]  StageFlag    how far each process has come
 //     abort                                             uint64       nonzero once a peer has given up
-//     staging  [2 parities][staging_bytes]              one slot of row_bytes for each hosted virtual rank
+//     began    [num_processes]                          uint64       the last launch that each process has begun
+//     staging  [2 parities][staging_bytes]              slots of row_bytes: for each hosted virtual rank, or for all
 //     reduced  [2 parities][reduced_bytes]              two-shot: this process's part of the sum
 //     inbox    [2 parities][flag_ranks][inbox_row_bytes]  small sums: rows pushed by their owners
 //
@@ -83,6 +84,7 @@ struct alignas(16) PeerCall {
   bool move;                    // copy bytes (both dtypes kUInt8; rows do not overlap) instead of summing
   bool two_shot;                // needs one output [0, size) on every process
   bool push;                    // small sums of elements of 2 bytes and more: rows are pushed to the inboxes
+  bool write;                   // rows are written to their readers' staging, where every rank has a slot
   bool mean, has_scale;
   double scale;
 
@@ -96,13 +98,14 @@ struct alignas(16) PeerCall {
   int32_t warp_columns;  // vectors a lane in a stretch
   int32_t tiles_per_piece;
   int32_t num_blocks, max_blocks;
-  int32_t num_threads, producer_warps;  // at most 256; producers copy the later pieces while the others read
+  int32_t num_threads, producer_warps;  // at most 256; producers copy or write pieces while the others read
 
   char* base[kPeerMaxRanks];  // the symmetric block of every process, as mapped here
   int64_t stages_at, abort_at, staging_at, reduced_at, inbox_at;
   int64_t staging_bytes, row_bytes, reduced_bytes, inbox_row_bytes;
   uint8_t owner[kPeerMaxRanks];  // of each virtual rank
-  uint8_t slot[kPeerMaxRanks];   // its place among those its owner hosts
+  uint8_t place[kPeerMaxRanks];  // its place among those its owner hosts
+  uint8_t slot[kPeerMaxRanks];   // of staging
 
   PeerFailure* failure;
   char* const* buffers;  // device table [buffer - 1][process]: symmetric buffers of the user
@@ -111,7 +114,8 @@ struct alignas(16) PeerCall {
   const void* device_lengths;  // (num_sources,), or null; values are clamped
   const void* device_starts;   // null: 0
   bool index64;
-  bool stages;  // some source of this process is not in a symmetric buffer
+  bool stages;    // some source of this process is not in a symmetric buffer
+  bool overlaps;  // the launch may begin while the kernel before it in the stream still runs
 
   PeerSource sources[kPeerMaxHosted];
   PeerOutput outputs[kPeerMaxHosted];

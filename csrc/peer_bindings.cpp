@@ -13,7 +13,7 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 namespace shardsum {
 namespace {
 
-constexpr int64_t kPlanVersion = 1;
+constexpr int64_t kPlanVersion = 2;
 
 // Reads a plan word by word.
 class Words {
@@ -58,7 +58,7 @@ void read_shape(Words& w, PeerCall& c) {
   w.take(dtype), c.in_dtype = static_cast<DType>(dtype);
   w.take(dtype), c.out_dtype = static_cast<DType>(dtype);
   w.take(c.in_bytes), w.take(c.out_bytes);
-  w.take(c.move), w.take(c.two_shot), w.take(c.push), w.take(c.mean), w.take(c.has_scale);
+  w.take(c.move), w.take(c.two_shot), w.take(c.push), w.take(c.write), w.take(c.mean), w.take(c.has_scale);
   c.scale = as_double(w.take());
   w.take(c.size), w.take(c.width);
 }
@@ -84,7 +84,7 @@ void read_members(Words& w, PeerCall& c) {
   STD_TORCH_CHECK(c.num_ranks <= kPeerMaxRanks && c.num_processes <= kPeerMaxRanks, "shardsum: too many ranks");
   STD_TORCH_CHECK(c.num_sources <= kPeerMaxHosted && c.num_outputs <= kPeerMaxHosted, "shardsum: too many rows");
   for (int g = 0; g < c.num_processes; ++g) w.take_pointer(c.base[g]);
-  for (int r = 0; r < c.num_ranks; ++r) w.take(c.owner[r]), w.take(c.slot[r]);
+  for (int r = 0; r < c.num_ranks; ++r) w.take(c.owner[r]), w.take(c.place[r]), w.take(c.slot[r]);
   for (int i = 0; i < c.num_sources; ++i) {
     PeerSource& s = c.sources[i];
     w.take(s.rank), w.take(s.need_begin), w.take(s.need_end);

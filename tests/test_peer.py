@@ -11,6 +11,7 @@ import os
 import random
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ CALLS = int(os.environ.get("SHARDSUM_PEER_CALLS", "120"))
 
 
 def layout_of(
-    world_size: int, rows: int, staging: int = 1 << 20, blocks: int = 128, push: int = 1 << 16
+    world_size: int, rows: int, staging: int = 1 << 20, blocks: int = 128, push: int = 1 << 16, writes: bool = False
 ) -> MemoryLayout:
-    return MemoryLayout(world_size * rows, world_size, blocks, rows, staging, push)
+    return MemoryLayout(world_size * rows, world_size, blocks, rows, staging, push, writes)
 
 
 @st.composite
@@ -52,9 +53,11 @@ def messages(draw: st.DrawFn) -> tuple[Message, MemoryLayout, Tuning, bool | Non
     longest = size if replicated else draw(st.integers(0, size))
     message = Message(size, width, extent, longest, in_bytes, 1 if move else out_bytes, move, replicated)
     staging = draw(st.sampled_from([2 << 20, 8 << 20, 64 << 20]))
-    tuning = Tuning(draw(st.sampled_from([96, 128, 256])), draw(st.sampled_from([1, 7, 128])))
+    threads, blocks = draw(st.sampled_from([96, 128, 256])), draw(st.sampled_from([1, 7, 128]))
+    tuning = Tuning(threads, blocks, write_processes=0)
     forced = draw(st.sampled_from([None, False, True])) if replicated and not move else None
-    return message, layout_of(world_size, rows, staging, draw(st.sampled_from([3, 132]))), tuning, forced
+    blocks, writes = draw(st.sampled_from([3, 132])), draw(st.booleans())
+    return message, layout_of(world_size, rows, staging, blocks, writes=writes), tuning, forced
 
 
 @settings(deadline=None, max_examples=300)
@@ -73,7 +76,11 @@ def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
     # A row's part of a chunk, filled up to whole vectors at both ends, lies inside its slot.
     assert min(m.longest * m.width, shape.chunk) * m.in_bytes + 32 <= layout.row_bytes
     if shape.push:
-        assert shape.chunk >= total and 2 * total * m.in_bytes <= layout.inbox_row_bytes and m.in_bytes > 1
+        groups = -(-total * m.in_bytes // peer_plan.PUSH_GROUP)
+        assert shape.chunk >= total and groups * 2048 <= layout.inbox_row_bytes and m.in_bytes > 1
+        assert tiles.blocks == min(groups, tuning.blocks, layout.max_blocks)
+    assert shape.write == (layout.writes and not shape.two_shot and not shape.push)
+    assert 1 <= shape.producers <= tuning.producer_warps
     if shape.two_shot:
         assert tiles.tiles(shape.chunk) * (tiles.tile // parts) * m.out_bytes <= layout.reduced_bytes
 
@@ -92,13 +99,24 @@ def test_every_tile_has_one_block_and_one_piece() -> None:
     assert seen >= set(range(tiles.tiles(shape.chunk))) and tiles.pieces(shape.chunk) > 1
 
 
-@pytest.mark.parametrize("world_size, rows", [(2, 1), (3, 2), (8, 1), (16, 4)])
-def test_regions_of_the_symmetric_block_are_apart_and_aligned(world_size: int, rows: int) -> None:
-    at = layout_of(world_size, rows)
-    ends = [0, at.stages_at, at.abort_at, at.abort_at + 8, at.staging_at, at.reduced_at, at.inbox_at, at.total_bytes]
+@pytest.mark.parametrize("world_size, rows, writes", [(2, 1, True), (3, 2, False), (8, 1, True), (16, 4, False)])
+def test_regions_of_the_symmetric_block_are_apart_and_aligned(world_size: int, rows: int, writes: bool) -> None:
+    at = layout_of(world_size, rows, writes=writes)
+    began = at.abort_at + 8
+    ends = [
+        0,
+        at.stages_at,
+        at.abort_at,
+        began,
+        began + 8 * world_size,
+        at.staging_at,
+        at.reduced_at,
+        at.inbox_at,
+        at.total_bytes,
+    ]
     assert ends == sorted(ends)
     assert at.stages_at == 2 * at.max_blocks * at.num_ranks * 32
-    assert at.reduced_at - at.staging_at == 2 * rows * at.row_bytes
+    assert at.reduced_at - at.staging_at == 2 * (world_size if writes else 1) * rows * at.row_bytes
     assert all(n % 256 == 0 for n in (at.staging_at, at.slots_bytes, at.row_bytes, at.reduced_at, at.reduced_bytes))
 
 
@@ -141,12 +159,29 @@ def test_small_sums_are_pushed() -> None:
     assert Tuning(push_bytes={0: 5, 2: 7}).push_limit(2) == 7 and Tuning(push_bytes={0: 5, 2: 7}).push_limit(3) == 5
 
 
+def test_two_processes_write_what_they_do_not_push() -> None:
+    def shape_of(num_bytes: int, world_size: int = 2, move: bool = False) -> peer_plan.Shape:
+        n = num_bytes if move else num_bytes // 2
+        m = Message(n, 1, n, n, 1 if move else 2, 1 if move else 2, move, True)
+        tuning = Tuning()
+        writes, push = world_size <= tuning.write_processes, tuning.push_limit(world_size)
+        return peer_plan.choose_shape(m, layout_of(world_size, 1, 256 << 20, push=push, writes=writes), tuning)
+
+    assert shape_of(1 << 20).push and shape_of(1 << 10, move=True).write
+    small, large, huge = (shape_of(n << 20) for n in (4, 16, 64))
+    assert small.write and large.write and huge.write and not shape_of(4 << 20, 4).write
+    assert (small.producers, large.producers, huge.producers) == (1, 1, 2)
+    assert [s.tiles.pieces(s.chunk) for s in (small, large, huge)] == [4, 8, 32]
+    assert all(s.tiles.columns == 8 and s.tiles.blocks == 128 for s in (small, large, huge))
+
+
 def test_bad_tuning_is_refused() -> None:
     for bad in (
         dict(threads=100),
         dict(threads=512),
         dict(producer_warps=8),
         dict(blocks=0),
+        dict(producer_warps=6),
         dict(two_shot_bytes={2: 1}),
     ):
         with pytest.raises(ValueError):
@@ -296,23 +331,26 @@ def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
 
 
-#: Small slots, pieces and inboxes, and two-shots as soon as they save anything: every path at test sizes.
-SMALL = dict(
-    staging_bytes=1 << 18, tuning=Tuning(small_bytes=4096, blocks=4, two_shot_bytes={0: 2000}, push_bytes={0: 8192})
-)
+#: Small slots, pieces and inboxes, so that all happens at test sizes: rows are read, in two shots as soon as that saves
+#: anything; or they are written.
+PIECES = Tuning(small_bytes=4096, blocks=4, push_bytes={0: 8192}, stretches=4, columns=2, write_stretches=2)
+READ = dict(staging_bytes=1 << 18, tuning=replace(PIECES, two_shot_bytes={0: 2000}, write_processes=0))
+WRITE = dict(staging_bytes=1 << 18, tuning=replace(PIECES, two_shot_bytes={0: 1 << 60}, write_processes=64))
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("num_ranks, placement", [(4, "contiguous"), (7, "zigzag")])
-def test_random_calls_of_processes_that_share_gpus(shared_gpu: None, num_ranks: int, placement: str) -> None:
-    launches = run_processes(_random_calls, 4, num_ranks, placement, CALLS, SMALL, backend="cpu:gloo", timeout=240)
+@pytest.mark.parametrize("num_ranks, placement, options", [(4, "contiguous", READ), (7, "zigzag", WRITE)])
+def test_random_calls_of_processes_that_share_gpus(
+    shared_gpu: None, num_ranks: int, placement: str, options: dict
+) -> None:
+    launches = run_processes(_random_calls, 4, num_ranks, placement, CALLS, options, backend="cpu:gloo", timeout=240)
     assert len(set(launches)) == 1 and launches[0] >= CALLS
 
 
 @pytest.mark.multi_gpu
 @two_gpus
-@pytest.mark.parametrize("num_ranks, options", [(2, {}), (8, SMALL), (5, SMALL)])
+@pytest.mark.parametrize("num_ranks, options", [(2, {}), (8, READ), (5, WRITE)])
 def test_random_calls_one_process_a_gpu(num_ranks: int, options: dict) -> None:
     run_processes(_random_calls, 2, num_ranks, "zigzag", 4 * CALLS, options, backend="cpu:gloo", timeout=240)
 
@@ -337,6 +375,7 @@ def _graph(rank: int, world_size: int, replays: int) -> int:
     history = torch.empty((3, size, width), dtype=torch.bfloat16, device=t.device)
     with torch.cuda.graph(graph):
         call()
+        call()  # begins while the one before it ends
         history[0] = out
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -1,10 +1,14 @@
-// Where the time of one call over peer memory goes: two processes' launches from one program, on two GPUs or on one.
+// Times of calls over peer memory: two processes' launches from one program, on two GPUs or on one.
 //
-//   nvcc -std=c++17 -O3 -arch=sm_90 -fmad=false benchmarks/cuda/peer_time.cu -o peer_time && ./peer_time
+//   nvcc -std=c++17 -O3 -arch=sm_90 -fmad=false benchmarks/cuda/peer_time.cu -o peer_time
+//   ./peer_time way=push,bytes=65536 way=write,bytes=16777216,columns=8,stretches=4,first=50,second=50 ...
 //   ... -DTRACE: also the cycles from the start of a block to the points of the kernel (block 0, mean over launches)
 //
-// bf16, R = G = 2, CUDA graphs of 40 calls. Columns: bytes, threads, blocks, vectors a lane, stretches a tile, tiles a
-// piece (0: all), producer warps: microseconds.
+// bf16, R = G = 2, CUDA graphs of many calls over rotating buffers, the slower GPU; every variant is verified. Options:
+// way (copy: read by the peer after copying in; zero: without; push; write; read, store: plain loads from or stores to
+// the peer, the link's own rate; empty: a kernel that does nothing), bytes, threads, blocks, columns (vectors a lane),
+// stretches (a tile), tiles (a piece, 0: all), producers, overlap (of launches), first, second (percent of positions
+// that each process holds).
 #include <cstdint>
 
 #ifdef TRACE
@@ -28,6 +32,7 @@ __device__ inline void trace(int point) {
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "../../csrc/cuda/peer.cu"
@@ -45,21 +50,60 @@ __device__ inline void trace(int point) {
 namespace shardsum {
 namespace {
 
-constexpr int kMaxBlocks = 128, kCalls = 40;
+constexpr int kMaxBlocks = 132, kBuffers = 3;
 constexpr int64_t kMost = 64 << 20;
+constexpr int64_t kInboxRow = (8 << 20) / 1536 * 2048 + 2048;
 
 struct Process {
   int device;
   cudaStream_t stream;
-  char *block, *input, *output, *buffer;
+  char *block, *input, *output;
   PeerControl* control;
   PeerFailure* failure;
   char** buffers;
 };
 
-constexpr int64_t kInboxRow = (1 << 20) * 2 + 256;
+struct Variant {
+  std::string way = "copy";
+  int64_t bytes = 1 << 20;
+  int threads = 256, blocks = 128, columns = 4, stretches = 16, tiles = 1, producers = 2, overlap = 0;
+  int first = 100, second = 100;
+  bool is(const char* name) const { return way == name; }
+  uint32_t length(int g) const { return uint32_t(bytes / 2 * (g == 0 ? first : second) / 100) / 8 * 8; }
+};
+
 int64_t stages_at() { return 2ll * kMaxBlocks * 2 * sizeof(RowFlag); }
-int64_t staging_at() { return stages_at() + 2ll * kMaxBlocks * 2 * sizeof(StageFlag) + 256; }
+int64_t abort_at() { return stages_at() + 2ll * kMaxBlocks * 2 * sizeof(StageFlag); }
+int64_t staging_at() { return abort_at() + 256; }
+int64_t inbox_at() { return staging_at() + 2 * 2 * (kMost + 256); }
+
+__global__ void fill(uint32_t* p, int64_t n, uint32_t seed) {  // bf16 within 2^+-8 of 1
+  for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x) {
+    uint32_t h = uint32_t(i) * 2654435761u + seed;
+    h ^= h >> 15, h *= 0x846ca68bu, h ^= h >> 16;
+    p[i] = (h & 0x807f807fu) | ((120 + h % 16) << 7) | ((120 + (h >> 8) % 16) << 23);
+  }
+}
+__global__ void check(const __nv_bfloat16* a, uint32_t in_a, const __nv_bfloat16* b, uint32_t in_b,
+                      const __nv_bfloat16* out, int64_t n, unsigned* wrong) {
+  for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x) {
+    float sum = 0;
+    if (i < in_a) sum = __fadd_rn(sum, __bfloat162float(a[i]));
+    if (i < in_b) sum = __fadd_rn(sum, __bfloat162float(b[i]));
+    if (__bfloat16_as_ushort(__float2bfloat16_rn(sum)) != __bfloat16_as_ushort(out[i])) atomicAdd(wrong, 1u);
+  }
+}
+__global__ void __launch_bounds__(256, 2) plain_copy(char* to, const char* from, int64_t bytes, bool reads) {
+  const Worker worker{int(blockIdx.x * 8 + warp_index()), int(gridDim.x * 8)};
+  if (reads)
+    copy_whole<true>(to, from, int(bytes), worker);
+  else
+    copy_whole<false>(to, from, int(bytes), worker);
+}
+__global__ void empty_kernel(const __grid_constant__ PeerCall call) {
+  await_previous_kernel();
+  let_next_begin();
+}
 
 std::vector<Process> make() {
   int devices = 0;
@@ -70,19 +114,19 @@ std::vector<Process> make() {
     CHECK(cudaSetDevice(p.device));
     if (devices > 1) CHECK(cudaDeviceEnablePeerAccess(1 - g, 0));
     CHECK(cudaStreamCreateWithFlags(&p.stream, cudaStreamNonBlocking));
-    const int64_t total = staging_at() + 2 * (kMost + 256) + 4 * kInboxRow;
+    const int64_t total = inbox_at() + 4 * kInboxRow;
     CHECK(cudaMalloc(&p.block, total));
     CHECK(cudaMemset(p.block, 0, total));
-    for (char** q : {&p.input, &p.output, &p.buffer}) CHECK(cudaMalloc(q, kMost));
-    CHECK(cudaMemset(p.input, 0x3f, kMost));
-    CHECK(cudaMemset(p.buffer, 0x3f, kMost));
+    CHECK(cudaMalloc(&p.input, kBuffers * kMost));
+    CHECK(cudaMalloc(&p.output, kBuffers * kMost));
+    fill<<<512, 256>>>(reinterpret_cast<uint32_t*>(p.input), kBuffers * kMost / 4, 99 + g);
     CHECK(cudaMalloc(&p.control, sizeof(PeerControl)));
     CHECK(cudaMemset(p.control, 0, sizeof(PeerControl)));
     CHECK(cudaMallocHost(&p.failure, sizeof(PeerFailure)));
     std::memset(p.failure, 0, sizeof(PeerFailure));
     all.push_back(p);
   }
-  const char* table[2] = {all[0].buffer, all[1].buffer};
+  const char* table[2] = {all[0].input, all[1].input};
   for (Process& p : all) {
     CHECK(cudaSetDevice(p.device));
     CHECK(cudaMalloc(&p.buffers, sizeof(table)));
@@ -92,58 +136,110 @@ std::vector<Process> make() {
   return all;
 }
 
-enum Way { kCopyIn, kZeroCopy, kPush };
-struct Shape {
-  int64_t bytes;
-  int threads, blocks, columns, stretches, per_piece, producers;
-};
-
-PeerCall describe_call(const std::vector<Process>& all, int g, const Shape& shape, Way way) {
+PeerCall describe_call(const std::vector<Process>& all, int g, const Variant& v, int buffer) {
   const Process& p = all[g];
   PeerCall c{};
   c.num_ranks = c.flag_ranks = c.num_processes = 2;
   c.process = g, c.num_sources = c.num_outputs = 1;
   c.in_dtype = c.out_dtype = DType::kBFloat16, c.in_bytes = c.out_bytes = 2;
-  c.size = shape.bytes / 2, c.width = 1;
+  c.size = v.bytes / 2, c.width = 1;
   c.chunk_end = c.size;
-  c.stretch_elements = shape.columns * 32 * 8, c.stretches_per_tile = shape.stretches, c.warp_columns = shape.columns;
+  const bool push = v.is("push"), zero = v.is("zero");
+  c.warp_columns = push ? 3 : v.columns, c.stretches_per_tile = push ? 1 : v.stretches;
+  c.stretch_elements = c.warp_columns * 32 * 8;
   c.tile_elements = c.stretch_elements * c.stretches_per_tile;
   const int64_t tiles = (c.size + c.tile_elements - 1) / c.tile_elements;
-  c.num_blocks = int(std::min<int64_t>(shape.blocks, tiles)), c.max_blocks = kMaxBlocks;
-  c.tiles_per_piece = shape.per_piece ? shape.per_piece : int((tiles + c.num_blocks - 1) / c.num_blocks);
-  c.num_threads = shape.threads, c.producer_warps = shape.producers;
-  for (int q = 0; q < 2; ++q) c.base[q] = all[q].block, c.owner[q] = uint8_t(q);
-  c.stages_at = stages_at(), c.abort_at = staging_at() - 256, c.staging_at = staging_at();
-  c.staging_bytes = c.row_bytes = kMost + 256;
-  c.inbox_at = staging_at() + 2 * (kMost + 256), c.inbox_row_bytes = kInboxRow;
+  c.num_blocks = int(std::min<int64_t>(v.blocks, tiles)), c.max_blocks = kMaxBlocks;
+  c.tiles_per_piece = v.tiles && !push ? v.tiles : int((tiles + c.num_blocks - 1) / c.num_blocks);
+  c.num_threads = v.threads, c.producer_warps = v.producers, c.write = v.is("write");
+  for (int q = 0; q < 2; ++q) c.base[q] = all[q].block, c.owner[q] = c.slot[q] = uint8_t(q);
+  c.stages_at = stages_at(), c.abort_at = abort_at(), c.staging_at = staging_at();
+  c.row_bytes = kMost + 256, c.staging_bytes = 2 * c.row_bytes;
+  c.inbox_at = inbox_at(), c.inbox_row_bytes = kInboxRow;
   c.control = p.control, c.failure = p.failure, c.buffers = p.buffers, c.timeout_ns = 2'000'000'000;
-  c.stages = way != kZeroCopy, c.push = way == kPush;
+  c.stages = !zero, c.push = push, c.overlaps = v.overlap != 0;
   PeerSource& s = c.sources[0];
-  s.data = way == kZeroCopy ? p.buffer : p.input;
-  s.rank = g, s.length = s.capacity = s.need_end = uint32_t(c.size), s.buffer = way == kZeroCopy;
-  c.outputs[0] = {p.output, 0, uint32_t(c.size)};
+  s.data = p.input + buffer * kMost;
+  s.rank = g, s.length = s.capacity = v.length(g), s.need_end = uint32_t(c.size), s.buffer = zero;
+  s.offset = uint32_t(buffer * kMost / 16);
+  c.outputs[0] = {p.output + buffer * kMost, 0, uint32_t(c.size)};
   return c;
 }
 
-double microseconds(const std::vector<Process>& all, const PeerCall* calls) {
+void enqueue(const std::vector<Process>& all, int g, const Variant& v, int i) {
+  PeerCall c = describe_call(all, g, v, i % kBuffers);
+  const Process &p = all[g], &peer = all[1 - g];
+  const int64_t at = i % kBuffers * kMost;
+  if (v.is("empty")) {
+    c.num_blocks = v.blocks;
+    CHECK(launch_peer_kernel(empty_kernel, c, v.threads, 0, p.stream));
+  } else if (v.is("read") || v.is("store")) {
+    const bool reads = v.is("read");
+    plain_copy<<<v.blocks, 256, 0, p.stream>>>((reads ? p : peer).output + at, (reads ? peer : p).input + at, v.bytes,
+                                               reads);
+    CHECK(cudaGetLastError());
+  } else {
+    CHECK(peer_launch(c, p.stream));
+  }
+}
+
+bool sums(const Variant& v) { return !v.is("empty") && !v.is("read") && !v.is("store"); }
+
+// Elements that differ from the sum, over two rounds of all buffers.
+unsigned verify(const std::vector<Process>& all, const Variant& v) {
+  unsigned* wrong;
+  CHECK(cudaMallocManaged(&wrong, sizeof(unsigned)));
+  *wrong = 0;
+  for (int g = 0; g < 2; ++g) {
+    CHECK(cudaSetDevice(all[g].device));
+    CHECK(cudaMemset(all[g].output, 0xff, kBuffers * kMost));
+    CHECK(cudaDeviceSynchronize());
+  }
+  for (int i = 0; i < 2 * kBuffers; ++i) {
+    for (int g = 0; g < 2; ++g) {
+      CHECK(cudaSetDevice(all[g].device));
+      Variant eager = v;
+      eager.overlap = 0;
+      enqueue(all, g, eager, i);
+    }
+  }
+  for (int g = 0; g < 2; ++g) {
+    CHECK(cudaSetDevice(all[g].device));
+    CHECK(cudaStreamSynchronize(all[g].stream));
+    for (int b = 0; b < kBuffers; ++b) {
+      auto at = [&](char* p) { return reinterpret_cast<__nv_bfloat16*>(p + b * kMost); };
+      check<<<512, 256>>>(at(all[0].input), v.length(0), at(all[1].input), v.length(1), at(all[g].output), v.bytes / 2,
+                          wrong);
+    }
+    CHECK(cudaDeviceSynchronize());
+    if (all[g].failure->kind != 0) std::printf("FAILED\n"), std::exit(1);
+  }
+  const unsigned found = *wrong;
+  CHECK(cudaFree(wrong));
+  return found;
+}
+
+double microseconds(const std::vector<Process>& all, const Variant& v) {
   cudaGraphExec_t graphs[2];
   cudaEvent_t begin[2], end[2];
-  const int n = calls[0].size > (4 << 20) ? 6 : kCalls;
+  const int n = v.bytes >= kMost ? 6 : v.bytes > (8 << 20) ? 12 : 60;
   for (int g = 0; g < 2; ++g) {
     CHECK(cudaSetDevice(all[g].device));
     cudaGraph_t graph;
     CHECK(cudaStreamBeginCapture(all[g].stream, cudaStreamCaptureModeThreadLocal));
     for (int i = 0; i < n; ++i) {
-      PeerCall c = calls[g];
-      CHECK(peer_launch(c, all[g].stream));
+      Variant w = v;
+      if (i == 0) w.overlap = 0;
+      enqueue(all, g, w, i);
     }
     CHECK(cudaStreamEndCapture(all[g].stream, &graph));
     CHECK(cudaGraphInstantiate(&graphs[g], graph, 0));
+    CHECK(cudaGraphDestroy(graph));
     CHECK(cudaEventCreate(&begin[g]));
     CHECK(cudaEventCreate(&end[g]));
   }
   std::vector<float> times;
-  for (int i = 0; i < 15; ++i) {
+  for (int i = 0; i < 13; ++i) {
     for (int step = 0; step < 2; ++step) {
       for (int g = 0; g < 2; ++g) {
         CHECK(cudaSetDevice(all[g].device));
@@ -159,70 +255,96 @@ double microseconds(const std::vector<Process>& all, const PeerCall* calls) {
       CHECK(cudaEventSynchronize(end[g]));
       CHECK(cudaEventElapsedTime(&ms, begin[g], end[g]));
       worst = std::max(worst, ms);
-      if (all[g].failure->kind != 0) std::printf("FAILED "), std::exit(1);
+      if (all[g].failure->kind != 0) std::printf("FAILED\n"), std::exit(1);
     }
-    if (i > 2) times.push_back(worst * 1e3f / n);
+    if (i > 1) times.push_back(worst * 1e3f / n);
   }
+  for (int g = 0; g < 2; ++g) CHECK(cudaGraphExecDestroy(graphs[g]));
   std::sort(times.begin(), times.end());
   return times[times.size() / 2];
 }
 
-void run(const std::vector<Process>& all, const Shape& shape, std::vector<Way> ways) {
-  std::printf("%9lld %4d %4d %2d %3d %2d %d:", (long long)shape.bytes, shape.threads, shape.blocks, shape.columns,
-              shape.stretches, shape.per_piece, shape.producers);
-  for (const Way way : ways) {
-    PeerCall calls[2];
-    for (int g = 0; g < 2; ++g) calls[g] = describe_call(all, g, shape, way);
 #ifdef TRACE
-    const std::vector<char> zeros(sizeof(trace_sum));
-    CHECK(cudaSetDevice(all[0].device));
-    CHECK(cudaMemcpyToSymbol(trace_sum, zeros.data(), sizeof(trace_sum)));
-    CHECK(cudaMemcpyToSymbol(trace_count, zeros.data(), sizeof(trace_count)));
-#endif
-    const char* names[] = {"copy-in", "zero-copy", "push"};
-    std::printf("  %s %.2f", names[way], microseconds(all, calls));
-#ifdef TRACE
-    unsigned long long sum[8][16];
-    unsigned int count[8][16];
-    CHECK(cudaSetDevice(all[0].device));
-    CHECK(cudaMemcpyFromSymbol(sum, trace_sum, sizeof(sum)));
-    CHECK(cudaMemcpyFromSymbol(count, trace_count, sizeof(count)));
-    const char* points[] = {"set up", "copied", "waited", "read", "sent", "came", "start", ""};
-    std::printf(" [");
-    for (const int point : {0, 1, 4, 5, 2, 3}) {
-      std::printf("%s", points[point]);
-      for (const int w : {0, 1, 2, 8})
-        if (count[point][w]) std::printf(" %llu", sum[point][w] / count[point][w]);
-      std::printf("; ");
-    }
-    std::printf("]");
-#endif
+void clear_trace(const std::vector<Process>& all) {
+  const std::vector<char> zeros(sizeof(trace_sum));
+  CHECK(cudaSetDevice(all[0].device));
+  CHECK(cudaMemcpyToSymbol(trace_sum, zeros.data(), sizeof(trace_sum)));
+  CHECK(cudaMemcpyToSymbol(trace_count, zeros.data(), sizeof(trace_count)));
+}
+void print_trace(const std::vector<Process>& all) {
+  unsigned long long sum[8][16];
+  unsigned int count[8][16];
+  CHECK(cudaSetDevice(all[0].device));
+  CHECK(cudaMemcpyFromSymbol(sum, trace_sum, sizeof(sum)));
+  CHECK(cudaMemcpyFromSymbol(count, trace_count, sizeof(count)));
+  const char* points[] = {"set up", "copied", "waited", "read", "met", "", "start", ""};
+  for (const int point : {0, 1, 4, 2, 3}) {
+    std::printf(" %s", points[point]);
+    for (int w = 0; w < 8; ++w)
+      if (count[point][w]) std::printf(" %llu", sum[point][w] / count[point][w]);
+    std::printf(";");
   }
-  std::printf("\n");
+}
+#endif
+
+Variant parse(const std::string& text) {
+  Variant v;
+  for (size_t at = 0; at < text.size();) {
+    const size_t end = std::min(text.find(',', at), text.size()), equals = text.find('=', at);
+    const std::string key = text.substr(at, equals - at), value = text.substr(equals + 1, end - equals - 1);
+    const int number = std::atoi(value.c_str());
+    if (key == "way")
+      v.way = value;
+    else if (key == "bytes")
+      v.bytes = std::atoll(value.c_str());
+    else if (key == "threads")
+      v.threads = number;
+    else if (key == "blocks")
+      v.blocks = number;
+    else if (key == "columns")
+      v.columns = number;
+    else if (key == "stretches")
+      v.stretches = number;
+    else if (key == "tiles")
+      v.tiles = number;
+    else if (key == "producers")
+      v.producers = number;
+    else if (key == "overlap")
+      v.overlap = number;
+    else if (key == "first")
+      v.first = number;
+    else if (key == "second")
+      v.second = number;
+    else
+      std::printf("unknown option %s\n", key.c_str()), std::exit(2);
+    at = end + 1;
+  }
+  return v;
 }
 
 }  // namespace
 }  // namespace shardsum
 
-int main() {
-  const auto all = shardsum::make();
-  std::printf("%d GPU(s)\n", all[1].device + 1);
+int main(int argc, char** argv) {
   using namespace shardsum;
-  const std::vector<Way> small{kCopyIn, kZeroCopy, kPush}, large{kCopyIn, kZeroCopy};
-  for (const int64_t bytes : {80, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 512 << 10})
-    run(all, {bytes, 256, 128, 1, 8, 0, 1}, small);
-  for (const int columns : {1, 2, 4}) run(all, {1 << 20, 256, 128, columns, 8, 0, 2}, columns == 1 ? small : large);
-#ifndef TRACE
-  for (const int columns : {2, 4}) run(all, {2 << 20, 256, 128, columns, 8, 0, 2}, large);
-  for (const int columns : {4, 8}) run(all, {4 << 20, 256, 128, columns, 8, 1, 2}, large);
-  for (const int64_t bytes : {16 << 20, 64 << 20}) {
-    run(all, {bytes, 256, 128, 4, 16, 1, 2}, {kZeroCopy});
-    for (const int producers : {2, 3}) {
-      for (const int stretches : {8, 16, 32}) run(all, {bytes, 256, 128, 4, stretches, 1, producers}, {kCopyIn});
-      run(all, {bytes, 256, 128, 8, 8, 1, producers}, {kCopyIn});
-      run(all, {bytes, 256, 128, 8, 16, 1, producers}, {kCopyIn});
-      run(all, {bytes, 256, 96, 4, 16, 1, producers}, {kCopyIn});
-    }
-  }
+  const auto all = make();
+  std::printf("%d GPU(s)\n", all[1].device + 1);
+  bool good = true;
+  for (int i = 1; i < argc; ++i) {
+    const Variant v = parse(argv[i]);
+    const unsigned wrong = sums(v) ? verify(all, v) : 0;
+    good &= wrong == 0;
+#ifdef TRACE
+    clear_trace(all);
 #endif
+    const double us = microseconds(all, v);
+    std::printf("%-70s %8.2f us %6.1f GB/s", argv[i], us, v.bytes / us / 1e3);
+    if (wrong) std::printf("  %u WRONG", wrong);
+#ifdef TRACE
+    print_trace(all);
+#endif
+    std::printf("\n");
+    std::fflush(stdout);
+  }
+  return good ? 0 : 1;
 }

@@ -4,14 +4,25 @@
 #include "peer_block.cuh"
 #include "peer_push.h"
 #include "peer_sum.cuh"
+#include "peer_write.cuh"
 
 namespace shardsum {
 namespace {
 
-constexpr int kSignalWarp = 0, kWaitWarp = 1, kTicketWarp = 2;  // roles between the first copy and the first read
+constexpr int kSignalWarp = 0, kWaitWarp = 1, kTicketWarp = 2;  // readers' roles between first copy and first read
 
 __device__ inline void producer_barrier(int warps) { asm volatile("bar.sync 1, %0;" ::"r"(warps * 32) : "memory"); }
 __device__ inline void reader_barrier(int warps) { asm volatile("bar.sync 2, %0;" ::"r"(warps * 32) : "memory"); }
+__device__ inline bool reader_barrier_or(int warps, bool mine) {
+  int any;
+  asm volatile(
+      "{\n\t.reg .pred p, q;\n\tsetp.ne.s32 p, %2, 0;\n\tbarrier.cta.red.or.pred q, 2, %1, p;\n\t"
+      "selp.s32 %0, 1, 0, q;\n\t}"
+      : "=r"(any)
+      : "r"(warps * 32), "r"(int(mine))
+      : "memory");
+  return any != 0;
+}
 
 // ---- row flags, by one warp
 // ------------------------------------------------------------------------------------------
@@ -20,21 +31,23 @@ __device__ __forceinline__ void await_rows(const PeerCall& c, Shared& s) {
 #pragma unroll 1
   for (int r = lane_index(); r < c.num_ranks; r += 32) {
     const RowFlag* flag = row_flag(c, c.process, parity, blockIdx.x, r);
-    const int owner = c.owner[r], slot = c.slot[r];
-    const bool direct = owner == c.process && c.held[slot].direct;
-    const char* staged = c.base[owner] + c.staging_at + parity * c.staging_bytes + slot * c.row_bytes;
+    const int owner = c.owner[r], place = c.place[r];
+    const bool near = owner == c.process && c.held[place].direct;
+    const int64_t staged = c.staging_at + parity * c.staging_bytes + c.slot[r] * c.row_bytes;
     RowFlag came;
     if (!await_row(c, s, owner, flag, came)) continue;
     const uint32_t start = uint32_t(came.start), buffer = uint32_t(came.buffer);
     const Range range = chunk_range(c, start, uint32_t(came.length));
-    const char* origin = direct ? c.held[slot].origin : staged - (range.begin * c.in_bytes & ~int64_t(15));
+    const char* origin = near
+                             ? c.held[place].origin
+                             : c.base[c.write ? c.process : owner] + staged - (range.begin * c.in_bytes & ~int64_t(15));
     if (buffer != 0) {
-      if (!direct)
+      if (!near)
         origin = c.buffers[(buffer - 1) * c.num_processes + owner] + int64_t(uint32_t(came.offset)) * 16 -
                  start * c.width * c.in_bytes;
       atomicOr(&s.zero_copy, 1ull << owner);
     }
-    s.rows[r] = {origin, range};
+    s.rows[r] = {origin, range, near};
   }
 }
 
@@ -74,17 +87,24 @@ __device__ __forceinline__ char* reduced_origin(const PeerCall& c, const Shared&
   return c.base[process] + c.reduced_at + parity_of(s.epoch) * c.reduced_bytes + (tile * part - begin) * c.out_bytes;
 }
 
-// Sums one stretch: into output q, or (two-shot) where the others will pull it from. False: the group has failed.
-__device__ __forceinline__ bool sum_one(const PeerCall& c, Shared& s, ActiveRow* list, int q, int piece, int w,
-                                        uint32_t& known) {
+// What a reader does in a pass over the stretches.
+enum Which { kNear, kFar, kBoth };  // those of near rows only (or none), which wait for nobody; the others
+
+// Sums one stretch: into output q, or (two-shot) where the others will pull it from. `known`: how many pieces
+// the warp knows to be staged everywhere. False: the group has failed.
+__device__ __forceinline__ bool sum_one(const PeerCall& c, Shared& s, WarpSpace& space, int q, int piece, int w,
+                                        Which which, uint32_t& known) {
+  Segment& segment = space.segment;
   const PeerOutput& output = c.outputs[q];
   const int64_t begin = output.begin * c.width;
   const Stretch x = stretch_of(c, piece, w, c.two_shot ? c.process : 0, begin, output.end * c.width);
   if (x.lo >= x.hi) return true;
-  if (!await_stage(c, s, &StageFlag::staged, piece + 1, known)) return false;
+  if (x.lo < segment.lo || x.hi > segment.hi) find_segment(s, c.num_ranks, x.lo, x.hi, segment);
+  if (which != kBoth && segment.near != (which == kNear)) return true;
+  if (!segment.near && !await_stage(c, s, &StageFlag::staged, piece + 1, known)) return false;
   char* origin =
       c.two_shot ? reduced_origin(c, s, c.process, x.tile) : static_cast<char*>(output.data) - begin * c.out_bytes;
-  run_stretch(c, s, list, x.first, int(x.lo - x.first), int(x.hi - x.first), origin + x.first * c.out_bytes);
+  run_stretch(c, s, space, {x.first, int(x.lo - x.first), int(x.hi - x.first)}, origin + x.first * c.out_bytes);
   return true;
 }
 
@@ -103,30 +123,36 @@ __device__ __forceinline__ void pull_piece(const PeerCall& c, Shared& s, int pie
   }
 }
 
-// The stretches of all pieces are dealt to the warps in turn: none waits for another.
-__device__ __forceinline__ void read(const PeerCall& c, Shared& s, ActiveRow* list, Worker worker) {
-  uint32_t staged = 1, reduced = 0;  // the rows' own flags came with the first piece
+// Stretches are dealt to the warps in turn, across pieces: none waits for another. Of several pieces, near rows (and
+// zeros) come first, while the others are under way. A two-shot goes piece by piece and pulls the piece before.
+__device__ __forceinline__ void read(const PeerCall& c, Shared& s, WarpSpace& space, Worker worker) {
+  uint32_t staged = !c.write, reduced = 0;  // the flags of rows that are read came with their first piece
+  if (lane_index() == 0) space.segment.lo = space.segment.hi = 0;
+  __syncwarp();
   const int per_piece = c.tiles_per_piece * c.part_stretches;
+  const int steps = c.two_shot ? c.num_pieces + 1 : c.num_pieces > 1 ? 2 : 1;
   int piece = 0, w = worker.index;
 #pragma unroll 1
-  for (int current = 0; current <= c.num_pieces; ++current) {  // as far as two-shots may go
-    const int last = c.two_shot ? current : c.num_pieces - 1;
+  for (int step = 0; step < steps; ++step) {
+    const int last = c.two_shot ? step : c.num_pieces - 1;
+    const Which which = c.two_shot || steps == 1 ? kBoth : step == 0 ? kNear : kFar;
+    if (!c.two_shot) piece = 0, w = worker.index;
 #pragma unroll 1
     while (true) {
       for (; w >= per_piece; w -= per_piece) ++piece;
       if (piece > last || piece >= c.num_pieces) break;
       bool alive = true;
 #pragma unroll 1
-      for (int q = 0; q < c.num_outputs && alive; ++q) alive = sum_one(c, s, list, q, piece, w, staged);
+      for (int q = 0; q < c.num_outputs && alive; ++q) alive = sum_one(c, s, space, q, piece, w, which, staged);
       if (!alive) piece = c.num_pieces;
       w += worker.count;
     }
-    if (!c.two_shot) return;
-    if (current < c.num_pieces) {
+    if (!c.two_shot) continue;
+    if (step < c.num_pieces) {
       reader_barrier(worker.count);
-      if (worker.index == 0 && !s.dead) send_stage(c, s, &StageFlag::reduced, current + 1);
+      if (worker.index == 0 && !s.dead) send_stage(c, s, &StageFlag::reduced, step + 1);
     }
-    if (current > 0) pull_piece(c, s, current - 1, worker, reduced);
+    if (step > 0) pull_piece(c, s, step - 1, worker, reduced);
   }
 }
 
@@ -142,42 +168,58 @@ __device__ __forceinline__ void release_zero_copy(const PeerCall& c, Shared& s) 
   if (warp_index() == kWaitWarp && (s.zero_copy >> c.process & 1)) await_stage(c, s, &StageFlag::done, 1, known);
 }
 
+// By all warps: the first piece of what peers read of this process goes to staging, and rows are announced.
+__device__ __forceinline__ void stage_and_announce(const PeerCall& c, const Shared& s, int warp, int warps) {
+#if SHARDSUM_PEER_MUTANT == 2
+  if (warp == kSignalWarp) fence_system(), send_rows(c, s);
+  __syncthreads();
+  SHARDSUM_PEER_POINT(s.epoch, 7);
+#endif
+  copy_piece(c, parity_of(s.epoch), 0, {warp, warps});
+  __syncthreads();
+  SHARDSUM_PEER_POINT(s.epoch, 1);
+  if (warp == kSignalWarp) {
+    fence_system();
+    if (blockIdx.x == 0) send_began(c, s);
+#if SHARDSUM_PEER_MUTANT != 2
+    send_rows(c, s);
+#endif
+    if (!c.stages && c.num_pieces > 1) send_stage(c, s, &StageFlag::staged, c.num_pieces);
+  } else if (warp == kTicketWarp && lane_index() == 0) {
+    take_ticket(c, s);
+  }
+}
+
 __global__ void __launch_bounds__(kPeerThreads, 2) peer_kernel(const __grid_constant__ PeerCall argument) {
   __shared__ Shared s;
-  extern __shared__ ActiveRow lists[];
+  extern __shared__ uint4 spaces[];
   const int warp = warp_index(), warps = blockDim.x / 32;
   SHARDSUM_PEER_POINT(0, 6);
   const PeerCall& c = s.call;
   if (set_up(argument, s)) return leave(c, s);
-#if SHARDSUM_PEER_MUTANT == 2
-  if (warp == kSignalWarp) send_rows(c, s);
-  __syncthreads();
-#endif
   SHARDSUM_PEER_POINT(s.epoch, 0);
-  copy_piece(c, parity_of(s.epoch), 0, {warp, warps});
-  __syncthreads();
-  SHARDSUM_PEER_POINT(s.epoch, 1);
-  const bool produces = c.stages && c.num_pieces > 1;
-  if (warp == kSignalWarp) {
-#if SHARDSUM_PEER_MUTANT != 2
-    send_rows(c, s);
-#endif
+  const int writers = c.write ? 1 + c.producer_warps : 0;
+  if (warp < writers) {
+    if (warp == kAnnounceWarp)
+      announce_pieces(c, s);
+    else
+      write_pieces(c, s);
+  } else {
+    const int reader = warp - writers, readers = warps - writers;
+    if (!c.write) stage_and_announce(c, s, warp, warps);
+    if (c.write && reader == kSignalWarp) send_rows(c, s);  // bounds only: each word carries its epoch
+    if (reader == kWaitWarp) {
+      await_rows(c, s);
+      if (!c.write && blockIdx.x == 0) await_began(c, s);
+    }
     SHARDSUM_PEER_POINT(s.epoch, 4);
-    if (!produces && c.num_pieces > 1) send_stage(c, s, &StageFlag::staged, c.num_pieces);
-  } else if (warp == kWaitWarp) {
-    await_rows(c, s);
-    SHARDSUM_PEER_POINT(s.epoch, 5);
-  } else if (warp == kTicketWarp && lane_index() == 0) {
-    take_ticket(c, s);
-  }
-  const bool dead = __syncthreads_or(s.dead);  // the same for all, though a reader may fail at once
-  SHARDSUM_PEER_POINT(s.epoch, 2);
-  if (!dead) {
-    if (produces && warp < c.producer_warps) {
-      produce_rest(c, s);
-    } else {
-      const int first = produces ? c.producer_warps : 0;
-      read(c, s, lists + warp * (c.num_ranks + kPeerBatch), {warp - first, warps - first});
+    const bool dead = reader_barrier_or(readers, s.dead);  // the same for all, though a reader may fail at once
+    SHARDSUM_PEER_POINT(s.epoch, 2);
+    const int producers = !c.write && c.stages && c.num_pieces > 1 ? c.producer_warps : 0;
+    if (!dead && warp < producers) produce_rest(c, s);
+    if (!dead && warp >= producers) {
+      char* space = reinterpret_cast<char*>(spaces) + warp * warp_space_bytes(c.num_ranks);
+      read(c, s, *reinterpret_cast<WarpSpace*>(space), {reader - producers, readers - producers});
     }
   }
   __syncthreads();
@@ -186,6 +228,7 @@ __global__ void __launch_bounds__(kPeerThreads, 2) peer_kernel(const __grid_cons
     if (!s.dead) release_zero_copy(c, s);
     __syncthreads();
   }
+  let_next_begin();
   if (s.dead) fill_invalid(c);
 }
 
@@ -202,10 +245,28 @@ int peer_launch(PeerCall& call, void* stream) {
   if (call.device_lengths == nullptr)
     for (int i = 0; i < call.num_sources; ++i)
       call.held[i] = describe_held(call, i, call.sources[i].start, call.sources[i].length);
-  const size_t lists = call.num_threads / 32 * (call.num_ranks + kPeerBatch) * sizeof(ActiveRow);
+  const size_t spaces = call.num_threads / 32 * warp_space_bytes(call.num_ranks);
   if (call.push) return peer_push_launch(call, stream);
-  peer_kernel<<<call.num_blocks, call.num_threads, lists, static_cast<cudaStream_t>(stream)>>>(call);
-  return cudaGetLastError();
+  return launch_peer_kernel(peer_kernel, call, call.num_threads, spaces, stream);
+}
+
+// Whether all that the next kernel in a captured stream depends on is one kernel, on a GPU that can overlap the two.
+static bool follows_one_kernel(cudaStream_t stream) {
+  int device = 0, major = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess || major < 9)
+    return false;
+  cudaStreamCaptureStatus status;
+  const cudaGraphNode_t* nodes = nullptr;
+  size_t count = 0;
+#if CUDART_VERSION >= 13000
+  const cudaGraphEdgeData* edges = nullptr;
+  if (cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &nodes, &edges, &count) != cudaSuccess) return false;
+#else
+  if (cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, nullptr, &nodes, &count) != cudaSuccess) return false;
+#endif
+  cudaGraphNodeType type;
+  return count == 1 && cudaGraphNodeGetType(nodes[0], &type) == cudaSuccess && type == cudaGraphNodeTypeKernel;
 }
 
 int peer_enqueue(PeerCall& call, int64_t chunk_elements, bool warm, PeerHost& host, void* stream_handle) {
@@ -226,6 +287,7 @@ int peer_enqueue(PeerCall& call, int64_t chunk_elements, bool warm, PeerHost& ho
   for (int64_t begin = 0; begin < end; begin += chunk_elements) {
     call.chunk_begin = begin;
     call.chunk_end = begin + chunk_elements < end ? begin + chunk_elements : end;
+    call.overlaps = capturing && follows_one_kernel(stream);
     if (const int e = peer_launch(call, stream_handle)) return e;
   }
   if (capturing)

@@ -1,5 +1,7 @@
 // What every kernel over peer memory does at its beginning and end, and its signals and waits.
 #pragma once
+#include <cuda_runtime.h>
+
 #include "peer_rows.cuh"
 
 namespace shardsum {
@@ -12,7 +14,22 @@ struct Shared {
   unsigned long long zero_copy;  // bit g: process g has a row that is read where it lies
   uint32_t epoch;
   int dead;
+  int progress[kPeerThreads / 32];  // pieces that each producer warp has written
 };
+
+// A launch may begin while the kernel before it still runs (PeerCall::overlaps): nothing that one did, or waited for,
+// may be relied on before this.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// By a block that waits for no peer any more: once all have come here the next launch may begin.
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // Brings the call and the epoch to shared memory; true (for the whole block) if the group has failed. The call's own
 // address space is a constant cache, cold at every launch, that fetches one line at a time: here its lines come at
@@ -21,17 +38,18 @@ __device__ __forceinline__ bool set_up(const PeerCall& argument, Shared& s) {
   constexpr int kPieces = sizeof(PeerCall) / sizeof(uint4), kLoads = (kPieces + 95) / 96;  // blocks have 96 threads
   static_assert(sizeof(PeerCall) % sizeof(uint4) == 0);
   const bool looks = threadIdx.x == 32;
-  uint64_t word = 0, aborted = 0;  // {epoch, failed}
-  if (looks) {
-    word = load_flag(reinterpret_cast<const uint64_t*>(argument.control));
-    aborted = load_flag(argument.own_abort);
-  }
   const uint4* from;
   asm volatile("mov.u64 %0, %1;" : "=l"(from) : "l"(&argument));  // a generic address: not through that cache
   uint4 pieces[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i)
     if (int(threadIdx.x + i * blockDim.x) < kPieces) pieces[i] = from[threadIdx.x + i * blockDim.x];
+  await_previous_kernel();
+  uint64_t word = 0, aborted = 0;  // {epoch, failed}
+  if (looks) {
+    word = load_flag(reinterpret_cast<const uint64_t*>(argument.control));
+    aborted = load_flag(argument.own_abort);
+  }
 #pragma unroll
   for (int i = 0; i < kLoads; ++i)
     if (int(threadIdx.x + i * blockDim.x) < kPieces)
@@ -43,11 +61,25 @@ __device__ __forceinline__ bool set_up(const PeerCall& argument, Shared& s) {
     s.dead = failed;
     s.zero_copy = 0;
   }
+  if (threadIdx.x < kPeerThreads / 32) s.progress[threadIdx.x] = 0;
   failed = __syncthreads_or(failed);
   if (failed || s.call.device_lengths == nullptr) return failed;
   if (threadIdx.x < s.call.num_sources) describe_from_device(s.call, threadIdx.x, s.call.held[threadIdx.x]);
   __syncthreads();
   return false;
+}
+
+// One launch. With call.overlaps its blocks start while the kernel before it ends: see await_previous_kernel.
+template <typename Kernel>
+cudaError_t launch_peer_kernel(Kernel* kernel, const PeerCall& call, int threads, size_t shared_bytes, void* stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(call.num_blocks), config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes, config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute, config.numAttrs = call.overlaps;
+  return cudaLaunchKernelEx(&config, kernel, call);
 }
 
 // The last block to have read the epoch advances it; the next launch finds the new one.
@@ -60,10 +92,24 @@ __device__ inline void take_ticket(const PeerCall& c, const Shared& s) {
   }
 }
 
+// By one warp, of block 0 alone and after a fence: this process has begun the launch, hence ended the one before.
+__device__ __forceinline__ void send_began(const PeerCall& c, const Shared& s) {
+#pragma unroll 1
+  for (int g = lane_index(); g < c.num_processes; g += 32) store_flag(began_word(c, g, c.process), s.epoch);
+}
+
+// By one warp: every process has begun the launch (it may have begun the next one). On failure, s.dead is set.
+__device__ __forceinline__ void await_began(const PeerCall& c, Shared& s) {
+#pragma unroll 1
+  for (int g = lane_index(); g < c.num_processes; g += 32)
+    await(c, g, s.epoch, &s.dead,
+          [&] { return int32_t(uint32_t(acquire_flag(began_word(c, c.process, g))) - s.epoch) >= 0; });
+  __syncwarp();
+}
+
 // By one warp: the flags of this process's rows, for this block of every process.
 __device__ __forceinline__ void send_rows(const PeerCall& c, const Shared& s) {
   const int parity = parity_of(s.epoch);
-  fence_system();
 #pragma unroll 1
   for (int g = lane_index(); g < c.num_processes; g += 32) {
 #pragma unroll 1
@@ -112,7 +158,9 @@ __device__ inline bool await_stage(const PeerCall& c, Shared& s, uint64_t StageF
     least = min(least, uint32_t(seen));
   }
   known = __reduce_min_sync(kFullWarp, least);
-  return __all_sync(kFullWarp, all);
+  all = __all_sync(kFullWarp, all);
+  __syncwarp();  // what a lane has acquired, all may read
+  return all;
 }
 
 // The block's tiles of every output: NaN in every float dtype, -1 in int64.

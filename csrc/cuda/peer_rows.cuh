@@ -26,13 +26,20 @@ __host__ __device__ inline Range clip(Range a, int64_t begin, int64_t end) {
 
 // A row as this process reads it.
 struct PeerRow {
-  const char* origin;
+  const char* origin;  // where element 0 would be
   Range range;
+  bool near;  // it is read where this process's caller put it
 };
 
 // The elements of the chunk that `length` positions from `start` cover.
 __host__ __device__ inline Range chunk_range(const PeerCall& c, uint32_t start, uint32_t length) {
   return clip({start * c.width, (int64_t(start) + length) * c.width}, c.chunk_begin, c.chunk_end);
+}
+
+// The part of a range of source i that other processes read, in whole vectors.
+__host__ __device__ inline Range needed_part(const PeerCall& c, int i, Range range) {
+  const int64_t last = 16 / c.in_bytes - 1;
+  return clip(range, c.sources[i].need_begin * c.width & ~last, (c.sources[i].need_end * c.width + last) & ~last);
 }
 
 // Source i, whose row has `length` positions from `start`.
@@ -45,14 +52,10 @@ __host__ __device__ inline HeldRow describe_held(const PeerCall& c, int i, uint3
   h.origin = static_cast<const char*>(source.data) - start * c.width * c.in_bytes;
   const uint64_t bounds = reinterpret_cast<uint64_t>(h.origin) | range.begin * c.in_bytes | range.end * c.in_bytes;
   h.direct = bounds % 16 == 0;
-  h.buffer = h.direct ? source.buffer : 0;
+  h.buffer = h.direct && !c.write ? source.buffer : 0;
   h.offset = source.offset;
-  h.staged_origin = i * c.row_bytes - (range.begin * c.in_bytes & ~int64_t(15));
-  Range copied = range;
-  if (h.direct) {  // whole vectors, as the row's bounds are
-    const int64_t last = 16 / c.in_bytes - 1;
-    copied = clip(range, source.need_begin * c.width & ~last, (source.need_end * c.width + last) & ~last);
-  }
+  h.staged_origin = c.slot[source.rank] * c.row_bytes - (range.begin * c.in_bytes & ~int64_t(15));
+  const Range copied = h.direct ? needed_part(c, i, range) : range;
   h.copied_begin = copied.begin;
   h.copied_end = h.buffer != 0 ? copied.begin : copied.end;
   return h;

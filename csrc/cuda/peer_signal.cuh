@@ -69,6 +69,11 @@ __device__ inline uint64_t* abort_word(const PeerCall& c, int process) {
   return reinterpret_cast<uint64_t*>(c.base[process] + c.abort_at);
 }
 
+// The last launch that process `from` has begun, as `process` knows it.
+__device__ inline uint64_t* began_word(const PeerCall& c, int process, int from) {
+  return abort_word(c, process) + 1 + from;
+}
+
 __device__ inline uint64_t now_ns() {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));

@@ -6,17 +6,76 @@ namespace shardsum {
 
 constexpr int kPeerBatch = 8;  // loads in flight per lane
 
+// Elements [lo, hi) of the flat range that the same rows cover, as far as a warp has looked. count: of the rows, or -1
+// if some row begins or ends inside.
+struct alignas(16) Segment {
+  int64_t lo, hi;
+  const char *a, *b;  // origins of the first two rows
+  int count;
+  bool near;  // all are read where this process's caller put them
+};
+
 // A row that overlaps the current stretch: its elements [lo, hi), counted from the stretch's first element.
 struct alignas(16) ActiveRow {
   const char* first;
   int lo, hi;
 };
 
+// A warp's own shared memory.
+struct WarpSpace {
+  Segment segment;    // where the warp was last
+  ActiveRow list[1];  // room for all rows and a batch
+};
+__host__ __device__ inline int warp_space_bytes(int num_ranks) {
+  return int(sizeof(Segment)) + (num_ranks + kPeerBatch) * int(sizeof(ActiveRow));
+}
+
+__device__ inline int64_t warp_max(int64_t v) {
+#pragma unroll
+  for (int k = 16; k > 0; k /= 2) v = max(v, int64_t(__shfl_xor_sync(kFullWarp, v, k)));
+  return v;
+}
+
+// Sets `segment` to the one around [lo, hi).
+__device__ __forceinline__ void find_segment(const Shared& s, int num_rows, int64_t lo, int64_t hi, Segment& segment) {
+  Segment x{0, 0, nullptr, nullptr, 0, true};
+  int64_t begin = 0, end = INT64_MAX;
+  bool far = false, cut = false;
+#pragma unroll 1
+  for (int r0 = 0; r0 < num_rows; r0 += 32) {
+    const int r = r0 + lane_index();
+    const Range row = r < num_rows ? s.rows[r].range : Range{0, 0};
+    const bool held = row.begin < row.end, overlaps = held && row.begin < hi && row.end > lo;
+    if (overlaps) {
+      cut |= row.begin > lo || row.end < hi;
+      far |= !s.rows[r].near;
+      begin = max(begin, row.begin), end = min(end, row.end);
+    } else if (held) {
+      if (row.end <= lo) begin = max(begin, row.end);
+      if (row.begin >= hi) end = min(end, row.begin);
+    }
+    unsigned rows = __ballot_sync(kFullWarp, overlaps);
+#pragma unroll 1
+    for (; rows != 0; rows &= rows - 1, ++x.count) {
+      if (x.count == 0) x.a = s.rows[r0 + __ffs(rows) - 1].origin;
+      if (x.count == 1) x.b = s.rows[r0 + __ffs(rows) - 1].origin;
+    }
+  }
+  x.near = !__any_sync(kFullWarp, far);
+  cut = __any_sync(kFullWarp, cut);
+  x.lo = cut ? lo : warp_max(begin);
+  x.hi = cut ? hi : -warp_max(-end);
+  if (cut) x.count = -1;
+  if (lane_index() == 0) segment = x;
+  __syncwarp();
+}
+
 // The rows that overlap [lo, hi) of the stretch that starts at `first`, in rank order, then empty ones to a full batch.
-__device__ inline int list_active(const Shared& s, int num_rows, int64_t first, int lo, int hi, int64_t bytes,
-                                  ActiveRow* list) {
+__device__ __forceinline__ int list_active(const Shared& s, int num_rows, int64_t first, int lo, int hi, int64_t bytes,
+                                           ActiveRow* list) {
   const int lane = lane_index();
   int n = 0;
+#pragma unroll 1
   for (int r0 = 0; r0 < num_rows; r0 += 32) {
     const int r = r0 + lane;
     Range range{0, 0};
@@ -37,8 +96,6 @@ __device__ inline int list_active(const Shared& s, int num_rows, int64_t first, 
   __syncwarp();
   return n;
 }
-
-__device__ inline bool covers(const ActiveRow& row, int count) { return row.lo == 0 && row.hi == count; }
 
 template <typename T>
 __device__ inline Raw<T> load_raw(const char* p) {
@@ -86,13 +143,13 @@ __device__ __forceinline__ void sum_any(const Epilogue& e, const ActiveRow* list
   }
 }
 
-// The same where one or two rows cover a whole stretch of an aligned output, and nothing but rounding comes after the
-// sum: all loads of the stretch are issued before the first add.
+// The same where none, one or two rows cover a whole stretch of an aligned output, and nothing but rounding comes after
+// the sum: all loads of the stretch are issued before the first add. a and b: the rows' first element of the stretch.
 template <typename T, typename Out, int kColumns>
-__device__ __forceinline__ void sum_two(Out* out, const ActiveRow* list, int n) {
+__device__ __forceinline__ void sum_two(Out* out, const char* a, const char* b, int n) {
   constexpr int V = kVec<T>, kStep = 32 * kVecBytes<T>;
-  const char* a = list[0].first + lane_index() * kVecBytes<T>;
-  const char* b = list[1].first + lane_index() * kVecBytes<T>;
+  a += lane_index() * kVecBytes<T>;
+  b += lane_index() * kVecBytes<T>;
   Raw<T> raw[2][kColumns] = {};
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) raw[0][c] = load_raw<T>(a + c * kStep);
@@ -111,50 +168,69 @@ __device__ __forceinline__ void sum_two(Out* out, const ActiveRow* list, int n) 
   }
 }
 
+// A whole stretch that no row reaches.
+__device__ inline void store_zeros(char* out, int num_bytes) {
+#pragma unroll 4
+  for (int at = lane_index() * 16; at < num_bytes; at += 32 * 16)
+    __stcs(reinterpret_cast<uint4*>(out + at), uint4{0, 0, 0, 0});
+}
+
+// What a warp does next: elements [lo, hi) of the stretch from element `first` on.
+struct Work {
+  int64_t first;
+  int lo, hi;
+};
+
 template <typename T, typename Out, DType kOut>
-__device__ __forceinline__ void sum_stretch(const PeerCall& c, const ActiveRow* list, int n, int lo, int hi,
+__device__ __forceinline__ void sum_stretch(const PeerCall& c, const Shared& s, WarpSpace& space, const Work& w,
                                             void* out) {
+  constexpr int kRows = std::is_floating_point_v<acc_t<T>> ? kPeerBatch : kPeerBatch / 2;
+  const Segment& x = space.segment;
   Epilogue e{};
   e.out = out;
   e.out_dtype = kOut;
+  const bool whole = w.lo == 0 && w.hi == c.stretch_elements && reinterpret_cast<uintptr_t>(out) % 16 == 0;
+  if (whole && x.count == 0 && !c.has_scale) return store_zeros(static_cast<char*>(out), w.hi * int(sizeof(Out)));
   if constexpr (std::is_floating_point_v<acc_t<T>>) {
     e.mean = c.mean;
     e.has_scale = c.has_scale;
     e.scale = c.scale;
     e.plain = !c.mean && !c.has_scale;
-    Out* to = static_cast<Out*>(out);
-    if ((n == 1 || n == 2) && e.plain && reinterpret_cast<uintptr_t>(out) % 16 == 0 && lo == 0 &&
-        hi == c.stretch_elements && covers(list[0], hi) && (n == 1 || covers(list[1], hi))) {
-      if (c.warp_columns == 8) return sum_two<T, Out, 8>(to, list, n);
-      if (c.warp_columns == 4) return sum_two<T, Out, 4>(to, list, n);
-      if (c.warp_columns == 2) return sum_two<T, Out, 2>(to, list, n);
-      if (c.warp_columns == 1) return sum_two<T, Out, 1>(to, list, n);
+    if (whole && e.plain && (x.count == 1 || x.count == 2)) {
+      Out* to = static_cast<Out*>(out);
+      const char *a = x.a + w.first * int(sizeof(T)), *b = x.b + w.first * int(sizeof(T));
+      if (c.warp_columns == 8) return sum_two<T, Out, 8>(to, a, b, x.count);
+      if (c.warp_columns == 4) return sum_two<T, Out, 4>(to, a, b, x.count);
+      if (c.warp_columns == 2) return sum_two<T, Out, 2>(to, a, b, x.count);
+      if (c.warp_columns == 1) return sum_two<T, Out, 1>(to, a, b, x.count);
     }
-    sum_any<T, kPeerBatch>(e, list, n, c.warp_columns, lo, hi);
-  } else {
-    sum_any<T, kPeerBatch / 2>(e, list, n, c.warp_columns, lo, hi);
+  }
+  const int n = list_active(s, c.num_ranks, w.first, w.lo, w.hi, c.in_bytes, space.list);
+  sum_any<T, kRows>(e, space.list, n, c.warp_columns, w.lo, w.hi);
+}
+
+__device__ __forceinline__ void move_stretch(const PeerCall& c, const Shared& s, ActiveRow* list, const Work& w,
+                                             char* out) {
+  const int n = list_active(s, c.num_ranks, w.first, w.lo, w.hi, c.in_bytes, list);
+#pragma unroll 1
+  for (int i = 0; i < n; ++i) {
+    const ActiveRow& row = list[i];
+    copy_bytes<true>(out - w.first, row.first - w.first, w.first + row.lo, w.first + row.hi, {0, 1});
   }
 }
 
-__device__ inline void move_stretch(const ActiveRow* list, int n, int64_t first, char* out) {
-#pragma unroll 1
-  for (int i = 0; i < n; ++i)
-    copy_bytes<true>(out - first, list[i].first - first, first + list[i].lo, first + list[i].hi, {0, 1});
-}
-
-// Elements [first + lo, first + hi) of the output; `out` is where element `first` would go.
-__device__ __forceinline__ void run_stretch(const PeerCall& c, const Shared& s, ActiveRow* list, int64_t first, int lo,
-                                            int hi, char* out) {
-  const int n = list_active(s, c.num_ranks, first, lo, hi, c.in_bytes, list);
+// Sums or moves a stretch of the warp's segment; `out` is where its element `first` would go.
+__device__ __forceinline__ void run_stretch(const PeerCall& c, const Shared& s, WarpSpace& space, const Work& w,
+                                            char* out) {
   switch (c.kind) {
-#define SHARDSUM_SUM(index, T, Out, in, out_dtype)                  \
-  case index:                                                       \
-    sum_stretch<T, Out, DType::out_dtype>(c, list, n, lo, hi, out); \
+#define SHARDSUM_SUM(index, T, Out, in, out_dtype)              \
+  case index:                                                   \
+    sum_stretch<T, Out, DType::out_dtype>(c, s, space, w, out); \
     break;
     SHARDSUM_PEER_KINDS(SHARDSUM_SUM)
 #undef SHARDSUM_SUM
     default:
-      move_stretch(list, n, first, out);
+      move_stretch(c, s, space.list, w, out);
   }
   __syncwarp();
 }

@@ -45,7 +45,7 @@ _DTYPE_CODES = {
     torch.int16: 6, torch.int32: 7, torch.int64: 8, torch.bool: 9,
 }  # fmt: skip
 _BYTES = _DTYPE_CODES[torch.uint8]
-_PLAN_VERSION = 1
+_PLAN_VERSION = 2
 _MAX_BUFFERS = 64
 _MAX_CALLS = 256
 _HOST_WORDS = 6  # of PeerHost, before its buffers
@@ -170,7 +170,8 @@ class PeerTransport:
                 raise ValueError(f"peer transport: process 0 has {settings[0][1]}, process {process} has {theirs}")
         blocks = min(self.tuning.blocks, *(s[0] for s in settings))
         limit = self.tuning.push_limit(self.world_size)
-        return MemoryLayout(len(self.owners), self.world_size, blocks, hosted, staging_bytes, limit)
+        writes = self.world_size <= self.tuning.write_processes
+        return MemoryLayout(len(self.owners), self.world_size, blocks, hosted, staging_bytes, limit, writes)
 
     def _allocate_private(self) -> None:
         self._control = torch.zeros(4, dtype=torch.int32, device=self.device)
@@ -285,20 +286,22 @@ class PeerTransport:
             raise ValueError(f"peer transport: more than {peer_plan.MAX_HOSTED} rows or outputs on one process")
         (scale_bits,) = struct.unpack("<q", struct.pack("<d", 1.0 if scale is None else scale))
         t, at = shape.tiles, self.layout
-        slots = [plan.source_owners[:r].count(owner) for r, owner in enumerate(plan.source_owners)]
+        places = [plan.source_owners[:r].count(owner) for r, owner in enumerate(plan.source_owners)]
+        slots = range(len(places)) if at.writes else places
         everything = (0, m.size)
         parts: list[Sequence[int]] = [
             (_PLAN_VERSION, 0, self._host.data_ptr(), shape.chunk),
-            (*codes, m.in_bytes, m.out_bytes, m.move, shape.two_shot, shape.push, mean, scale is not None, scale_bits),
+            (*codes, m.in_bytes, m.out_bytes, m.move, shape.two_shot, shape.push, shape.write),
+            (mean, scale is not None, scale_bits),
             (m.size, m.width),
             (t.tile, t.stretch, t.stretches_per_tile, t.columns, t.tiles_per_piece, t.blocks, at.max_blocks),
-            (self.tuning.threads, self.tuning.producer_warps),
+            (self.tuning.threads, shape.producers),
             (at.stages_at, at.abort_at, at.staging_at, at.reduced_at, at.inbox_at),
             (at.slots_bytes, at.row_bytes, at.reduced_bytes, at.inbox_row_bytes),
             (self._control.data_ptr(), self._failure.data_ptr(), self._table.data_ptr(), round(self.timeout * 1e9)),
             (at.num_ranks, len(plan.sources), self.world_size, self.rank, len(hosted), len(sinks)),
             self._memory.addresses,
-            *zip(plan.source_owners, slots),
+            *zip(plan.source_owners, places, slots),
             *((r, *(everything if m.replicated else peer_plan.needed(plan, r, plan.sources[r]))) for r in hosted),
             *(plan.sinks[q] for q in sinks),
         ]

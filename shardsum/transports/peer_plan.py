@@ -15,6 +15,7 @@ MAX_RANKS = 64  # kPeerMaxRanks
 MAX_HOSTED = 32  # kPeerMaxHosted
 _WARP = 32
 _FLAG_BYTES = 32  # sizeof(RowFlag), sizeof(StageFlag)
+PUSH_GROUP = 1536  # bytes of a row that one warp pushes at a time: three vectors a lane
 
 
 def round_up(n: int, to: int) -> int:
@@ -32,21 +33,26 @@ class Tuning:
         small_bytes: rows up to this size are copied and signalled as one piece.
         columns, stretches: vectors a lane, and stretches a tile, of larger rows; a tile is a piece.
         two_shot_bytes: how many bytes a two-shot must save on the busiest link to pay for its second round of signals.
-        push_bytes: rows of a sum up to this size are pushed to the peers instead of being read by them.
+        push_bytes: rows of a sum up to this size are pushed, word by word, to the peers instead of being read by them.
+        write_processes: in groups up to this size larger rows are written to the peers, piece by piece.
+        write_pieces, write_stretches: a block's part of a written row has so many pieces, but none has more stretches.
+        one_producer_bytes: up to this size a block has one producer warp for written rows, above it producer_warps.
 
-    The last two are tables by the number of processes; key 0 holds for every other number.
+    Both tables are by the number of processes; key 0 holds for every other number.
     """
 
     threads: int = 256
     blocks: int = 128
     producer_warps: int = 2
     small_bytes: int = 2 << 20
-    columns: int = 4
+    columns: int = 8
     stretches: int = 16
     two_shot_bytes: Mapping[int, int] = field(default_factory=lambda: {0: 1_600_000})
-    push_bytes: Mapping[int, int] = field(
-        default_factory=lambda: {2: 256 << 10, 3: 128 << 10, 4: 128 << 10, 0: 64 << 10}
-    )
+    push_bytes: Mapping[int, int] = field(default_factory=lambda: {2: 1 << 21, 3: 1 << 17, 4: 1 << 17, 0: 1 << 16})
+    write_processes: int = 2
+    write_pieces: int = 4
+    write_stretches: int = 4
+    one_producer_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:
         if self.threads % _WARP or not 96 <= self.threads <= 256:
@@ -55,6 +61,8 @@ class Tuning:
             raise ValueError(f"producer_warps: {self.producer_warps} of {self.threads // _WARP} leave no reader")
         if 0 not in self.two_shot_bytes or 0 not in self.push_bytes or not 1 <= self.blocks <= 255:
             raise ValueError("two_shot_bytes and push_bytes need the key 0, and blocks lie in 1..255")
+        if self.write_processes > 1 and self.producer_warps > self.threads // _WARP - 3:
+            raise ValueError(f"producer_warps: {self.producer_warps} of {self.threads // _WARP} leave too few readers")
 
     def push_limit(self, world_size: int) -> int:
         return self.push_bytes.get(world_size, self.push_bytes[0])
@@ -73,6 +81,7 @@ class MemoryLayout:
     rows_per_process: int
     staging_bytes: int
     push_limit: int = 0
+    writes: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -81,7 +90,8 @@ class MemoryLayout:
 
     @property
     def slots_bytes(self) -> int:
-        return self.row_bytes * self.rows_per_process
+        """A slot for each row that a process hosts; where peers write theirs here, for every row."""
+        return self.row_bytes * (self.num_ranks if self.writes else self.rows_per_process)
 
     @property
     def reduced_bytes(self) -> int:
@@ -98,7 +108,7 @@ class MemoryLayout:
 
     @property
     def staging_at(self) -> int:
-        return round_up(self.abort_at + 8, 256)
+        return round_up(self.abort_at + 8 * (1 + self.world_size), 256)
 
     @property
     def reduced_at(self) -> int:
@@ -110,8 +120,8 @@ class MemoryLayout:
 
     @property
     def inbox_row_bytes(self) -> int:
-        """Every 4 bytes take a word of 8."""
-        return round_up(2 * self.push_limit, 1024)
+        """Every 12 bytes take a word of 16, in whole groups of 32 lanes."""
+        return round_up(self.push_limit, PUSH_GROUP) // PUSH_GROUP * 2048
 
     @property
     def total_bytes(self) -> int:
@@ -122,8 +132,7 @@ class MemoryLayout:
 class TileMap:
     """How a chunk is cut: tile t belongs to block ``t % blocks``, whose j-th tile is in piece ``j // tiles_per_piece``.
 
-    A stretch (``columns`` vectors a lane of one warp) is what a warp takes at a time. In a two-shot the stretches of a
-    tile are dealt to the processes in equal parts.
+    A warp takes a stretch at a time, ``columns`` vectors a lane. In a two-shot a tile has a part for each process.
     """
 
     stretch: int
@@ -155,8 +164,7 @@ class Message:
         extent: positions that one process reads at most.
         longest: positions that one row holds at most.
         in_bytes, out_bytes: of an element.
-        move: bytes are copied, not summed.
-        replicated: every process gets the whole result.
+        move, replicated: bytes are copied, not summed; every process gets the whole result.
     """
 
     size: int
@@ -168,15 +176,25 @@ class Message:
     move: bool
     replicated: bool
 
+    @property
+    def vector(self) -> int:
+        """Elements that a lane takes at a time."""
+        return 16 // self.in_bytes if self.in_bytes > 1 or self.move else 8
+
 
 @dataclass(frozen=True)
 class Shape:
-    """How a message is launched: chunk by chunk (elements), each over the same tile map; or pushed, in one launch."""
+    """How a message is launched: chunk by chunk (elements), each over the same tile map; or pushed, in one launch.
+
+    ``producers``: warps of a block that copy or write rows while the others sum.
+    """
 
     tiles: TileMap
     chunk: int
     two_shot: bool
     push: bool = False
+    write: bool = False
+    producers: int = 1
 
     def launches(self, message: Message) -> int:
         return -(-message.size * message.width // self.chunk)
@@ -215,19 +233,21 @@ def choose_shape(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: boo
         raise ValueError("two_shot: only for a sum that every process gets")
     if two_shot is None and not m.move and 0 < m.size * m.width * m.in_bytes <= layout.push_limit and m.in_bytes > 1:
         total = m.size * m.width
-        return Shape(choose_tiles(m, total, 1, layout.max_blocks, tuning), total, False, True)
+        return Shape(choose_push_tiles(m, total, layout.max_blocks, tuning), total, False, push=True)
     if two_shot is None:
         saved = two_shot_saves(m, layout)
         two_shot = m.replicated and not m.move and tuning.pays_two_shot(layout.world_size, saved)
-    parts, total = layout.world_size if two_shot else 1, max(1, m.size * m.width)
-    tiles = choose_tiles(m, total, parts, layout.max_blocks, tuning)
-    fits = (layout.row_bytes - 32) // m.in_bytes
+    write, parts = layout.writes and not two_shot, layout.world_size if two_shot else 1
+    total, fits = max(1, m.size * m.width), (layout.row_bytes - 32) // m.in_bytes
+    tiles = choose_tiles(m, total, parts, layout.max_blocks, tuning, write)
+    producers = 1 if write and m.extent * m.width * m.in_bytes <= tuning.one_producer_bytes else tuning.producer_warps
     if two_shot:
         fits = min(fits, layout.reduced_bytes * parts // m.out_bytes - tiles.tile)
     if (total if two_shot else m.longest * m.width) <= fits:
-        return Shape(tiles, total, two_shot)
+        return Shape(tiles, total, two_shot, write=write, producers=producers)
     chunk = choose_chunk(total, fits, tiles.tile)
-    return Shape(choose_tiles(m, chunk, parts, layout.max_blocks, tuning), chunk, two_shot)
+    tiles = choose_tiles(m, chunk, parts, layout.max_blocks, tuning, write)
+    return Shape(tiles, chunk, two_shot, write=write, producers=producers)
 
 
 def two_shot_saves(m: Message, layout: MemoryLayout) -> int:
@@ -237,20 +257,39 @@ def two_shot_saves(m: Message, layout: MemoryLayout) -> int:
     return others * rows * elements - others * (rows + m.out_bytes) * elements // layout.world_size
 
 
-def choose_tiles(m: Message, chunk: int, parts: int, max_blocks: int, tuning: Tuning) -> TileMap:
+def choose_tiles(m: Message, chunk: int, parts: int, max_blocks: int, tuning: Tuning, write: bool) -> TileMap:
     """The tile map of a chunk; ``parts`` is the number of processes in a two-shot, else 1."""
+    if write:
+        return choose_write_tiles(m, chunk, max_blocks, tuning)
     warps, extent_bytes = tuning.threads // _WARP, m.extent * m.width * m.in_bytes
     small = extent_bytes <= tuning.small_bytes
     columns, stretches = tuning.columns, tuning.stretches
     if small:  # as many blocks as there is work for
         columns = 1 if extent_bytes <= min(tuning.blocks, max_blocks) * warps * _WARP * 16 else 2
         stretches = warps
-    vector = 16 // m.in_bytes if m.in_bytes > 1 or m.move else 8
-    stretch = columns * _WARP * vector
+    stretch = columns * _WARP * m.vector
     stretches = round_up(stretches, parts)
     tiles = -(-chunk // (stretch * stretches))
     blocks = min(tuning.blocks, max_blocks, tiles)
     return TileMap(stretch, stretches, columns, -(-tiles // blocks) if small else 1, blocks)
+
+
+def choose_write_tiles(m: Message, chunk: int, max_blocks: int, tuning: Tuning) -> TileMap:
+    """Every block gets work for all its warps, then stretches of more columns, then larger pieces."""
+    most, vectors = min(tuning.blocks, max_blocks), -(-m.extent * m.width // m.vector)
+    columns = next(c for c in (8, 4, 2, 1) if c == 1 or vectors >= most * tuning.threads * c)
+    stretch = columns * _WARP * m.vector
+    stretches = min(max(1, vectors // (most * tuning.write_pieces * columns * _WARP)), tuning.write_stretches)
+    tiles = -(-chunk // (stretch * stretches))
+    return TileMap(stretch, stretches, columns, 1, min(most, tiles))
+
+
+def choose_push_tiles(m: Message, total: int, max_blocks: int, tuning: Tuning) -> TileMap:
+    """A tile is what one warp pushes at a time; as many blocks as there are tiles."""
+    group = PUSH_GROUP // m.in_bytes
+    tiles = -(-total // group)
+    blocks = min(tuning.blocks, max_blocks, tiles)
+    return TileMap(group, 1, 3, -(-tiles // blocks), blocks)
 
 
 def choose_chunk(total: int, fits: int, tile: int) -> int:

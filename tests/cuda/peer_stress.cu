@@ -3,10 +3,11 @@
 // them: a stream never waits for another, and inputs, results and comparisons are its own.
 //
 //   nvcc -std=c++17 -O3 -arch=sm_90 -fmad=false tests/cuda/peer_stress.cu csrc/cuda/sum_rows.cu -o peer_stress
-//   CUDA_DEVICE_MAX_CONNECTIONS=32 ./peer_stress 100000
+//   ./peer_stress 100000 [seed [push | write | read]]
 //
-// Exit code 0: all equal. Built with -DSHARDSUM_PEER_MUTANT=n (1 no parity, 2 flag before data, 3 stale epoch, 4 ranks
-// reversed, 5 no trailing barrier) it must be 1.
+// The last argument keeps to one of the ways in which rows travel. Exit code 0: all equal. Built with
+// -DSHARDSUM_PEER_MUTANT=n (1 no parity, 2 flag before data, 3 stale epoch, 4 ranks reversed, 5 no trailing barrier, of
+// zero-copy reading) it must be 1, whatever the way.
 #include <cstdint>
 
 namespace shardsum {
@@ -59,7 +60,7 @@ int64_t pick(Random& random, int64_t lo, int64_t hi) { return lo + int64_t(rando
 constexpr int64_t kPoolBytes = 1 << 20;    // random input of one virtual rank
 constexpr int64_t kSlotBytes = 192 << 10;  // staging of one row
 constexpr int64_t kReducedBytes = 512 << 10;
-constexpr int64_t kInboxRowBytes = 2 * kSlotBytes;
+constexpr int64_t kInboxRowBytes = kSlotBytes / 3 * 4 + 2048;
 constexpr int64_t kBufferBytes = 256 << 10;  // zero-copy buffer of one virtual rank
 constexpr int64_t kOutBytes = 1 << 20;
 constexpr int kMaxBlocks = 16;
@@ -98,7 +99,8 @@ struct Placement {
 // One call, as all processes agree on it.
 struct Config {
   DType in, out;
-  bool move = false, two_shot = false, push = false, mean = false, scaled = false, device_lengths = false;
+  bool move = false, two_shot = false, push = false, write = false, mean = false, scaled = false,
+       device_lengths = false;
   int64_t size = 0, width = 1;
   std::vector<int64_t> start, length, offset;     // by rank; offset of its data in the pool, in bytes
   std::vector<bool> zero_copy;                    // by rank
@@ -127,21 +129,23 @@ struct World {
   std::vector<Config> configs;
   unsigned long long* wrong;  // [0] differing bytes, [1] first call
   int64_t stages_at, abort_at, staging_at, reduced_at, inbox_at, staging_bytes;
-  std::vector<int> slot;
-  int hosted = 0;  // most ranks on a process
+  std::vector<int> place_of;  // each rank's among its owner's
+  int hosted = 0;             // most ranks on a process
+  std::string way;            // "": all
 };
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-World make_world(const Placement& place, uint32_t first_epoch) {
+World make_world(const Placement& place, uint32_t first_epoch, const std::string& way) {
   World w{place};
+  w.way = way;
   std::vector<int> used(place.processes);
-  for (int r = 0; r < place.ranks; ++r) w.slot.push_back(used[place.owner[r]]++);
+  for (int r = 0; r < place.ranks; ++r) w.place_of.push_back(used[place.owner[r]]++);
   w.hosted = *std::max_element(used.begin(), used.end());
   w.stages_at = 2ll * kMaxBlocks * place.ranks * sizeof(RowFlag);
   w.abort_at = w.stages_at + 2ll * kMaxBlocks * place.processes * sizeof(StageFlag);
-  w.staging_at = round_up(w.abort_at + 8, 256);
-  w.staging_bytes = w.hosted * kSlotBytes;
+  w.staging_at = round_up(w.abort_at + 8 * (1 + place.processes), 256);
+  w.staging_bytes = place.ranks * kSlotBytes;  // a slot for every rank
   w.reduced_at = w.staging_at + 2 * w.staging_bytes;
   w.inbox_at = w.reduced_at + 2 * kReducedBytes;
   const int64_t total = w.inbox_at + 2 * place.ranks * kInboxRowBytes;
@@ -209,9 +213,11 @@ Config make_config(const World& w, Random& random) {
   c.width = widths[pick(random, 0, 5)];
   const int64_t most = std::min<int64_t>(pick(random, 0, 3) ? 4096 : 24000, kSlotBytes / in_bytes / 2);
   c.size = std::max<int64_t>(1, pick(random, 1, most) / c.width);
-  c.two_shot = !c.move && pick(random, 0, 2) == 0;
-  c.push = !c.move && in_bytes > 1 && pick(random, 0, 2) == 0;
-  c.two_shot &= !c.push;
+  const char* ways[] = {"push", "write", "read"};
+  const std::string way = w.way.empty() ? ways[pick(random, 0, 2)] : w.way;
+  c.push = way == "push" && !c.move && in_bytes > 1;
+  c.write = way == "write";
+  c.two_shot = way == "read" && !c.move && pick(random, 0, 1) == 0;
   c.mean = !integer && !c.move && pick(random, 0, 3) == 0;
   c.scaled = !integer && !c.move && pick(random, 0, 3) == 0;
   c.device_lengths = pick(random, 0, 2) == 0;
@@ -240,7 +246,7 @@ Config make_config(const World& w, Random& random) {
   c.tiles_per_piece = int(pick(random, 1, 3));
   const int blocks[] = {1, 2, 5, kMaxBlocks};
   c.blocks = int(std::min<int64_t>(blocks[pick(random, 0, 3)], (c.size * c.width + tile - 1) / tile));
-  c.threads = pick(random, 0, 1) ? 256 : 128;
+  c.threads = pick(random, 0, 1) ? 256 : c.write ? 192 : 128;
   c.producers = int(pick(random, 1, 2));
   c.chunk_elements = c.push || pick(random, 0, 3) ? c.size * c.width : round_up((c.size * c.width + 1) / 2, 16);
   // What the emulation says of the whole range; each process has its part.
@@ -288,12 +294,13 @@ PeerCall describe(const World& w, const Config& c, int g, int64_t timeout_ns) {
   call.tile_elements = call.stretch_elements * c.stretches;
   call.tiles_per_piece = c.tiles_per_piece;
   call.num_blocks = c.blocks, call.max_blocks = kMaxBlocks;
-  call.num_threads = c.threads, call.producer_warps = c.producers;
+  call.num_threads = c.threads, call.producer_warps = c.producers, call.write = c.write;
   for (int q = 0; q < G; ++q) call.base[q] = w.processes[q].block;
   call.stages_at = w.stages_at, call.abort_at = w.abort_at, call.staging_at = w.staging_at;
   call.reduced_at = w.reduced_at, call.staging_bytes = w.staging_bytes, call.row_bytes = kSlotBytes;
   call.reduced_bytes = kReducedBytes, call.inbox_at = w.inbox_at, call.inbox_row_bytes = kInboxRowBytes;
-  for (int r = 0; r < R; ++r) call.owner[r] = uint8_t(w.place.owner[r]), call.slot[r] = uint8_t(w.slot[r]);
+  for (int r = 0; r < R; ++r) call.owner[r] = uint8_t(w.place.owner[r]), call.slot[r] = uint8_t(r);
+  for (int r = 0; r < R; ++r) call.place[r] = uint8_t(w.place_of[r]);
   call.control = p.control, call.failure = p.failure, call.buffers = p.buffers, call.timeout_ns = timeout_ns;
   int first = 0;
   for (int r = 0; r < R; ++r) first += w.place.owner[r] < g;
@@ -306,10 +313,11 @@ PeerCall describe(const World& w, const Config& c, int g, int64_t timeout_ns) {
     if (w.place.owner[r] != g) continue;
     PeerSource& s = call.sources[call.num_sources++];
     s.rank = r;
-    s.data = c.zero_copy[r] ? p.zero_copy[w.slot[r]] : reinterpret_cast<const char*>(pool_of(w, c, r) + c.offset[r]);
+    s.data =
+        c.zero_copy[r] ? p.zero_copy[w.place_of[r]] : reinterpret_cast<const char*>(pool_of(w, c, r) + c.offset[r]);
     s.start = uint32_t(c.start[r]), s.length = s.capacity = uint32_t(c.length[r]);
     s.need_begin = 0, s.need_end = uint32_t(c.size);
-    s.buffer = c.zero_copy[r] ? 1 + w.slot[r] : 0;
+    s.buffer = c.zero_copy[r] ? 1 + w.place_of[r] : 0;
     call.stages |= !c.zero_copy[r];
     if (c.device_lengths) s.start = 0xdead, s.length = 0xbeef;
   }
@@ -325,10 +333,11 @@ void enqueue(World& w, const Config& c, int g, uint64_t number, Random& random, 
   if (pick(random, 0, 7) == 0) delay_kernel<<<1, 1, 0, p.stream>>>(uint32_t(pick(random, 0, 40000)));
   for (int r = 0; r < w.place.ranks; ++r) {
     if (w.place.owner[r] != g || !c.zero_copy[r]) continue;
-    CHECK(cudaMemcpyAsync(p.zero_copy[w.slot[r]], pool_of(w, c, r) + c.offset[r],
+    CHECK(cudaMemcpyAsync(p.zero_copy[w.place_of[r]], pool_of(w, c, r) + c.offset[r],
                           c.length[r] * c.width * element_size(c.in), cudaMemcpyDeviceToDevice, p.stream));
   }
   PeerCall call = describe(w, c, g, timeout_ns);
+  call.overlaps = pick(random, 0, 1);
   const int64_t flat = c.size * c.width;
   for (int64_t begin = 0; begin < flat; begin += c.chunk_elements) {
     call.chunk_begin = begin, call.chunk_end = std::min(begin + c.chunk_elements, flat);
@@ -337,7 +346,7 @@ void enqueue(World& w, const Config& c, int g, uint64_t number, Random& random, 
   for (int r = 0; r < w.place.ranks; ++r) {
     // The call is over here: no peer may read these bytes any more.
     if (w.place.owner[r] == g && c.zero_copy[r])
-      CHECK(cudaMemsetAsync(p.zero_copy[w.slot[r]], 0x5a, kBufferBytes, p.stream));
+      CHECK(cudaMemsetAsync(p.zero_copy[w.place_of[r]], 0x5a, kBufferBytes, p.stream));
   }
   const int64_t out_bytes = element_size(c.out) * c.width, from = c.outs[g].first, to = c.outs[g].second;
   if (to > from)
@@ -364,9 +373,9 @@ bool report(const World& w, const char* name, int64_t calls) {
   return !failed;
 }
 
-bool stress(const Placement& place, int64_t calls, uint64_t seed) {
+bool stress(const Placement& place, int64_t calls, uint64_t seed, const std::string& way) {
   Random random(seed);
-  World w = make_world(place, 0xffffffffu - 500);  // the epoch wraps early
+  World w = make_world(place, 0xffffffffu - 500, way);  // the epoch wraps early
   for (int i = 0; i < 256; ++i) w.configs.push_back(make_config(w, random));
   std::vector<int> order(place.processes);
   for (int g = 0; g < place.processes; ++g) order[g] = g;
@@ -384,13 +393,13 @@ bool stress(const Placement& place, int64_t calls, uint64_t seed) {
 }
 
 // Process G-1 does not come; it does later, when the others have given up.
-bool absent_peer(const Placement& place, bool push) {
+bool absent_peer(const Placement& place, const std::string& way) {
   Random random(3);
-  World w = make_world(place, 0);
+  World w = make_world(place, 0, way);
   Config c;
   do c = make_config(w, random);
   while (c.move || c.size * c.width * element_size(c.out) < 4096 || c.outs[0].second - c.outs[0].first != c.size ||
-         c.chunk_elements != c.size * c.width || c.push != push);
+         c.chunk_elements != c.size * c.width || c.push != (way == "push"));
   std::fill(c.zero_copy.begin(), c.zero_copy.end(), false);
   const int last = place.processes - 1;
   const int64_t bytes = c.size * c.width * element_size(c.out);
@@ -416,8 +425,8 @@ bool absent_peer(const Placement& place, bool push) {
       if (g == last) good &= f.kind == 2;
     }
   }
-  std::printf("absent peer: R=%d G=%d: %s (kind %lld, process %lld, block %lld, epoch %lld)\n", place.ranks,
-              place.processes, good ? "as it should" : "WRONG", (long long)w.processes[0].failure->kind,
+  std::printf("absent peer, %s: R=%d G=%d: %s (kind %lld, process %lld, block %lld, epoch %lld)\n", way.c_str(),
+              place.ranks, place.processes, good ? "as it should" : "WRONG", (long long)w.processes[0].failure->kind,
               (long long)w.processes[0].failure->process, (long long)w.processes[0].failure->block,
               (long long)w.processes[0].failure->epoch);
   return good;
@@ -430,13 +439,15 @@ int main(int argc, char** argv) {
   using shardsum::Placement;
   const int64_t calls = argc > 1 ? std::atoll(argv[1]) : 2000;
   const uint64_t seed = argc > 2 ? std::atoll(argv[2]) : 1;
-  if (std::getenv("CUDA_DEVICE_MAX_CONNECTIONS") == nullptr) std::printf("set CUDA_DEVICE_MAX_CONNECTIONS=32\n");
-  bool good = shardsum::stress(Placement{8, 8, {0, 1, 2, 3, 4, 5, 6, 7}}, calls, seed);
-  good &= shardsum::stress(Placement{4, 4, {0, 1, 2, 3}}, calls, seed + 1);
+  const std::string way = argc > 3 ? argv[3] : "";
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // streams that wait for each other need queues of their own
+  setenv("CUDA_MODULE_LOADING", "EAGER", 0);       // a kernel that is loaded while others wait for it stops them all
+  bool good = shardsum::stress(Placement{8, 8, {0, 1, 2, 3, 4, 5, 6, 7}}, calls, seed, way);
+  good &= shardsum::stress(Placement{4, 4, {0, 1, 2, 3}}, calls, seed + 1, way);
 #ifndef SHARDSUM_PEER_MUTANT
-  good &= shardsum::stress(Placement{8, 4, {0, 1, 2, 3, 3, 2, 1, 0}}, calls / 4, seed + 2);
-  good &= shardsum::stress(Placement{5, 2, {0, 0, 0, 1, 1}}, calls / 4, seed + 3);
-  for (const bool push : {false, true}) good &= shardsum::absent_peer(Placement{4, 4, {0, 1, 2, 3}}, push);
+  good &= shardsum::stress(Placement{8, 4, {0, 1, 2, 3, 3, 2, 1, 0}}, calls / 4, seed + 2, way);
+  good &= shardsum::stress(Placement{5, 2, {0, 0, 0, 1, 1}}, calls / 4, seed + 3, way);
+  for (const char* one : {"push", "write", "read"}) good &= shardsum::absent_peer(Placement{4, 4, {0, 1, 2, 3}}, one);
 #endif
   std::printf(good ? "all equal\n" : "NOT equal\n");
   return good ? 0 : 1;
