@@ -71,6 +71,9 @@ class Agreement:
         check: "first" compares once a signature, "always" on every call.
         call: the number of the current call.
         failed: why the group cannot be used any more, or None.
+        wary: the last call ended in an error that others may not know of, since they had agreed on its signature
+            before and read no statements: the next call compares statements in any case, lest the data of two calls
+            be mixed.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
@@ -78,6 +81,7 @@ class Agreement:
         self.check, self.timeout = "first", timeout
         self.call = 0
         self.failed: str | None = None
+        self.wary = False
         self._agreed: dict[int, None] = {}  # in order of agreement
         self._stated: list[str] = []
         self._met = 0  # the last call in which all have stated the same: that they did says nothing of them now
@@ -133,7 +137,7 @@ class Agreement:
         if self.world_size == 1:
             return [info]
         key = hash(f"{name}{signature}")  # of this process alone: what is compared are the statements
-        if key in self._agreed and self.check == "first":
+        if key in self._agreed and self.check == "first" and not self.wary:
             return []
         self._state(name, signature, None, info)
         statements = self._collect(name)
@@ -150,6 +154,7 @@ class Agreement:
         """
         if self.world_size == 1:
             return Disagreement(str(error))
+        self.wary = True
         self._state(name, {}, str(error))
         if counted:
             self._gather(name, [-1] * (2 + self._slots))
@@ -275,6 +280,7 @@ class Agreement:
             else:
                 break
         message = compare(found)
+        self.wary = message is not None
         if message is not None:
             raise Disagreement(message)
         self._met = self.call

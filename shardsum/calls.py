@@ -222,7 +222,7 @@ class Runner:
             return Handle(lambda: result) if async_op else result
         self.begin(name)
         key = None
-        if known_by is not None and not async_op and self.engine.peers is not None:
+        if known_by is not None and not async_op and self.engine.peers is not None and not self.agreement.wary:
             key = self.replays.key(name, shards, known_by[0], out, known_by[1])
             outs = None if key is None else self._replay(name, key, shards, out)
             if outs is not None:

@@ -101,6 +101,9 @@ def _exchange(
             check_lengths([e - b for b, e in held], shards, owner.virtual_ranks, size)
 
         owner.agree_compiled(terms, shards[0], [size, sources, sinks], check)
+    elif owner.agreement.wary:
+        owner.begin(terms.name)
+        owner.agreement.agree(terms.name, {})
     hosted = owner.hosted(held, terms.kinds[0])
     narrowed = [s if s.shape[0] == e - b else s[: e - b] for s, (b, e) in zip(shards, hosted)]
     try:

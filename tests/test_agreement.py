@@ -160,6 +160,35 @@ def test_counted_lengths_catch_it_on_every_call(name: str) -> None:
     assert len(set(messages)) == 1 and DISAGREEMENTS[name][2] in messages[0], messages
 
 
+def go_on_after_an_error(rank: int, world_size: int, bad: str, then: str) -> list[str]:
+    """Process 1 passes a bad argument to a call that the others, who agreed on its signature, carry out."""
+    group = ShardGroup(3, timeout=2)
+    x = [torch.ones(4, requires_grad=True)]
+    y = group.reduce_scatter(x, [4] * 3)  # its backward comes below
+    calls: dict[str, Callable] = {
+        "out": lambda v, out=None: group.all_reduce([torch.full((4,), v)], [4] * 3, out=out),
+        "scale": lambda v, scale=0.5: group.all_reduce([torch.full((4,), v)], [4] * 3, scale=scale),
+        "backward": lambda v: y[0].sum().backward(),
+    }
+    for call in ("out", "scale"):
+        calls[call](1.0)
+    messages = []
+    for value, name, change in ((1.0, bad, {bad: "bad"} if rank == 1 else {}), (10.0, then, {})):
+        try:
+            calls[name](value, **change)
+        except (ValueError, RuntimeError) as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize(("bad", "then"), [("out", "out"), ("scale", "out"), ("out", "backward")])
+def test_a_call_refused_by_one_process_is_never_mixed_with_its_next(bad: str, then: str) -> None:
+    results = run_processes(go_on_after_an_error, 3, bad, then)
+    assert len(results[1]) == 2 and "bad" in results[1][0] and "process 0" in results[1][1]
+    for messages in (results[0], results[2]):
+        assert messages and f"process 1: is in all_reduce {bad}: expected" in messages[0]
+
+
 CONSTRUCTORS = {
     "R": (lambda: ShardGroup(4), lambda: ShardGroup(5), "num_virtual_ranks differs: process 0 has 4, process 1 has 5"),
     "placement": (lambda: ShardGroup(4), lambda: ShardGroup(4, placement="zigzag"), "placement differs"),
