@@ -83,8 +83,8 @@ def ragged_sum(
     if accumulate and out is None:
         raise ValueError("accumulate: needs out, the tensor to add to")
     if isinstance(shards, Tensor):
-        if type(lengths) is list and starts is None and size is None and not accumulate:
-            result = _usual(shards, lengths, op, scale, out_dtype, out)
+        if type(lengths) is list and starts is None and not accumulate:
+            result = _usual(shards, lengths, size, op, scale, out_dtype, out)
             if result is not None:
                 return result
         return _padded(shards, lengths, starts, size, op, scale, out_dtype, out, accumulate)
@@ -137,7 +137,13 @@ def masked_sum(
 
 
 def _usual(
-    x: Tensor, lengths: list, op: str, scale: float | None, out_dtype: torch.dtype | None, out: Tensor | None
+    x: Tensor,
+    lengths: list,
+    size: int | None,
+    op: str,
+    scale: float | None,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
 ) -> Tensor | None:
     """The usual call with as little Python as possible: the operator itself checks what it is given.
 
@@ -149,6 +155,8 @@ def _usual(
         return None
     if not _INTS.issuperset(map(type, lengths)) or (scale is not None and type(scale) is not float):
         return None  # the operator would read 3.7 in a Tensor as 3, and drop a scale's gradient
+    if size is not None and (type(size) is not int or x.shape[1:2] != (size,)):
+        return None
     native.load()
     plain = op == "sum" and scale is None
     try:
