@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardsum import bits, kernels, native, reference
+from shardsum import bits, kernels, native, ragged_sum, reference
 from shardsum.numerics import NATIVE_DTYPES, accumulator_dtype
 
 pytestmark = [
@@ -253,6 +253,38 @@ def test_more_than_two_thousand_million_elements() -> None:
         end = begin + (1 << 17)
         rows = [x[r, begin : max(begin, min(end, n))] for r, n in enumerate(lengths)]
         assert_bits(out[begin:end], reference.ragged_sum(rows, [0, 0], end - begin, out_dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("shape", [(4, 20), (6, 333, 5), (300, 40, 64), (3, 700, 512)])
+def test_the_usual_call(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, lengths = make(shape, dtype, 11), [(r * 7 + shape[1]) % (shape[1] + 1) for r in range(shape[0])]
+    out_dtype = torch.int64 if accumulator_dtype(dtype) == torch.int64 else dtype
+    want = reference.ragged_sum(
+        [x[r, :n] for r, n in enumerate(lengths)], [0] * len(lengths), shape[1], out_dtype=out_dtype
+    )
+    for call in (ragged_sum, kernels.sum_checked_new):
+        assert_bits(call(x, lengths), want)
+    out = poison(shape[1:], out_dtype)
+    version = out._version
+    assert ragged_sum(x, lengths, out=out) is out and out._version == version + 1
+    assert_bits(out, want)
+    out = poison(shape[1:], out_dtype)
+    kernels.sum_checked(out, x, lengths)
+    assert_bits(out, want)
+
+
+def test_the_usual_call_is_checked() -> None:
+    x, out, lengths = make((4, 20), torch.float32, 12), poison((20,), torch.float32), [8, 12, 10, 18]
+    bad = [(out.cpu(), x), (out, x.cpu()), (x[1], x), (out[:19], x), (out.half()[::2], x[:, :10].half())]
+    if torch.cuda.device_count() > 1:
+        bad += [(out.to("cuda:1"), x.to("cuda:0")), (out.to("cuda:0"), x.to("cuda:1"))]
+    for target, shards in bad:
+        with pytest.raises(RuntimeError, match=r"shardsum: "):
+            kernels.sum_checked(target, shards, lengths)
+        with pytest.raises(ValueError, match=r"out: |lengths: "):
+            ragged_sum(shards, lengths, out=target[:0])
+    assert (out == 77).all()
 
 
 @pytest.mark.parametrize(("size", "width"), [(20, 1), (600, 64), (4000, 512)])
