@@ -9,8 +9,9 @@ While a chunk is summed, the next one travels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -117,6 +118,7 @@ class Engine:
         self.last: Route | None = None
         self.plan = lru_cache(maxsize=256)(self._plan)
         self.route = lru_cache(maxsize=256)(self._route)
+        self.two_shot_chunks = lru_cache(maxsize=64)(self._two_shot_chunks)
 
     def _plan(self, sources: tuple[Interval, ...], sinks: tuple[Interval, ...], kinds: str) -> ExchangePlan:
         """``kinds``: "v" virtual rank or "p" process, of sources and of sinks (all_reduce is "vp")."""
@@ -137,7 +139,7 @@ class Engine:
             rows = self._rows_per_chunk(plan, route.chunks)
             buffer = first.new_empty((rows * route.chunks, *trailing), dtype=reduce.dtype)
             outs = [buffer[: length(plan.sinks[0])]]
-            return Job(outs, self._two_shot(plan, shards, reduce, buffer, rows), more=True)
+            return Job(outs, self._two_shot(plan, shards, reduce, buffer, route.chunks), more=True)
         if out is not None and out.is_contiguous():
             outs = [out]
         else:
@@ -195,12 +197,12 @@ class Engine:
                 pending = ahead
 
     def _two_shot(
-        self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, buffer: Tensor, rows_per_chunk: int
+        self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, buffer: Tensor, chunks: int
     ) -> Iterator[None]:
         transport, wire = TRANSPORTS["all_to_all"], self.wire
         assert wire is not None
+        cuts, rows_per_chunk = self.two_shot_chunks(plan, chunks), buffer.shape[0] // chunks
         part = rows_per_chunk // self.world_size
-        cuts = [self._chunk(plan, begin, part) for begin in range(0, buffer.shape[0], rows_per_chunk)]
         pending = transport.start(cuts[0], shards, self.rank, wire)
         yield
         gathers = []
@@ -217,11 +219,15 @@ class Engine:
         for work in gathers:
             wire.wait(work, buffer.device)
 
-    def _chunk(self, plan: ExchangePlan, begin: int, part: int) -> ExchangePlan:
+    def _two_shot_chunks(self, plan: ExchangePlan, chunks: int) -> list[ExchangePlan]:
+        """One plan a chunk, whose p-th sink is the part of process p. They keep the segments that they work out."""
         lo, hi = plan.sinks[0]
-        starts = [min(lo + begin + p * part, hi) for p in range(self.world_size)]
-        sinks = tuple((start, min(start + part, hi)) for start in starts)
-        return ExchangePlan(plan.sources, plan.source_owners, sinks, plan.sink_owners, plan.world_size)
+        rows = self._rows_per_chunk(plan, chunks)
+        cuts = []
+        for begin in range(lo, lo + rows * chunks, rows):
+            bounds = [min(begin + rows // self.world_size * p, hi) for p in range(self.world_size + 1)]
+            cuts.append(replace(plan, sinks=tuple(pairwise(bounds))))
+        return cuts
 
     def _rows_per_chunk(self, plan: ExchangePlan, chunks: int) -> int:
         """Rows of a two-shot chunk: a multiple of the process count."""
@@ -267,7 +273,7 @@ class Engine:
             return Route(name, False, chunks, egress, ingress, reason)
         chunks = max(1, -(-length(plan.sinks[0]) * in_bytes // CHUNK_BYTES))
         part = self._rows_per_chunk(plan, chunks) // self.world_size
-        cuts = [self._chunk(plan, i * part * self.world_size, part) for i in range(chunks)]
+        cuts = self.two_shot_chunks(plan, chunks)
         shared = part * chunks * (self.world_size - 1) * out_bytes
         egress = tuple(sum(c.egress(p) for c in cuts) * in_bytes + shared for p in range(self.world_size))
         ingress = tuple(sum(c.ingress(p) for c in cuts) * in_bytes + shared for p in range(self.world_size))
