@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 #: What was left open, by process group: see :meth:`Wire.leave_open`. Several wires may share a group.
-_open: WeakKeyDictionary[dist.ProcessGroup, Callable[[], Any]] = WeakKeyDictionary()
+_open: dict[dist.ProcessGroup, Callable[[], Any]] = {}
 
 
 class Wire:
@@ -81,9 +80,8 @@ class Wire:
 
     def close(self) -> None:
         """Complete what was left open, if anything: one call at most, as all earlier ones were complete before it."""
-        finish = _open.pop(self.group, None)
-        if finish is not None:
-            finish()
+        if self.group in _open:
+            _open.pop(self.group)()
 
     def wait(self, work: dist.Work, device: torch.device) -> None:
         """CPU: block until done, at most the timeout. CUDA: make the current stream wait."""
