@@ -15,7 +15,7 @@ from processes import run_processes
 from values import B0_LENGTHS, B0_SUM, FLOATS, INTEGERS, assert_same, b0, random_values
 
 import shardsum
-from shardsum import ShardGroup, bits, reference
+from shardsum import ShardGroup, bits, membership, reference
 from shardsum.layout import intervals_of
 from shardsum.numerics import resolve_out_dtype
 
@@ -517,6 +517,12 @@ def test_bad_input_is_named(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(group)
     assert group.all_reduce(list(b0()), B0_LENGTHS).tolist() == B0_SUM
+
+
+def test_two_processes_on_one_gpu_are_offered_virtual_ranks() -> None:
+    membership.refuse_shared_gpu([["host", "gpu 0"], ["other", "gpu 0"], None, None])
+    with pytest.raises(ValueError, match=r"processes 0 and 2 use the same GPU gpu 0 of host.*several virtual ranks"):
+        membership.refuse_shared_gpu([["host", "gpu 0"], ["host", "gpu 1"], ["host", "gpu 0"]])
 
 
 def test_a_launcher_without_process_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

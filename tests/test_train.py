@@ -247,10 +247,15 @@ def test_the_same_hash_on_any_number_of_processes(
 def test_the_same_hash_after_one_and_after_fifty_steps(text: str, tmp_path: Path) -> None:
     for steps in (1, 50):
         changes = {"steps": steps, "accumulation": 1, "sequence_length": 60}
-        alone = dataclasses.replace(tiny(text, tmp_path / f"alone-{steps}", "context", **changes), model=SMALLEST)
-        together = tiny(text, tmp_path / f"together-{steps}", "context", placement="zigzag", **changes)
-        together = dataclasses.replace(together, model=SMALLEST)
-        assert train_processes(alone, 1).hash == train_processes(together, 3).hash
+
+        def smallest(name: str, **more: object) -> RunConfig:
+            config = tiny(text, tmp_path / f"{name}-{steps}", "context", **changes, **more)  # noqa: B023
+            return dataclasses.replace(config, model=SMALLEST)
+
+        alone = train_processes(smallest("alone"), 1).hash
+        for world_size, placement in ((2, "contiguous"), (3, "zigzag"), (4, "contiguous"), (4, "zigzag")):
+            config = smallest(f"{placement}-{world_size}", placement=placement)
+            assert train_processes(config, world_size).hash == alone, (steps, world_size, placement)
 
 
 @pytest.mark.parametrize(("parallel", "world_sizes"), [("context", [1, 3]), ("documents", [3])])
