@@ -31,8 +31,8 @@ _WORD = 62  # bits of a parameter bitmap in one signed 64-bit integer
 class Replicas(Sequence[M]):
     """One module per hosted virtual rank, in increasing virtual-rank order; made by ``group.replicas(module)``.
 
-    They are deep copies. A function that the module holds and that closes over it (a lambda in an attribute, not a method)
-    is not copied: it goes on using the module, and the gradients of what it uses are lost.
+    They are deep copies. A function that the module holds and that closes over it (a lambda, not a method) is not
+    copied: it goes on using the module, and the gradients of what it uses are lost.
 
     Attributes:
         module: the module whose parameters are shared. Give its parameters to the optimizer.
