@@ -11,6 +11,11 @@ namespace shardsum {
 using SpanKernel = void (*)(const void* const* rows, int64_t num_rows, void* out, int64_t count, const Finish& finish,
                             bool stream);
 
+// Elements [first, first + count) of the output, at most kBlockElements of them, row after row.
+using BlockKernel = void (*)(const Row* rows, int64_t num_rows, void* out, int64_t first, int64_t count,
+                             const Finish& finish);
+constexpr int64_t kBlockElements = 512;
+
 // Up to 64 positions of width 1: bit i of words[r] says whether data[r * row_stride + i] contributes to position i.
 struct MaskedPositions {
   const void* data;
@@ -23,6 +28,7 @@ using MaskedKernel = void (*)(const MaskedPositions& positions, void* out, const
 
 struct CpuKernels {
   SpanKernel span;
+  BlockKernel block;
   MaskedKernel masked;
   uint64_t (*pack)(const uint8_t* bytes, int64_t count);  // bit i: byte i, of at most 64, is not 0
 };
