@@ -5,7 +5,8 @@
 
 One process: ragged sums of R shards padded to S positions of fp32, against torch (m: the float mask (R, S)).
 
-out=, allocating, mean       shardsum.ragged_sum
+out=, allocating, mean       shardsum.ragged_sum with a list of lengths
+tensor, out=                 the same with lengths in a tensor on the CPU
 eager out=, eager            torch.sum(x * m, 0, out=out), (x * m).sum(0)
 loop                         out.zero_(), then out[:length_r].add_(x[r, :length_r]) for every rank
 compile                      torch.compile of out.copy_((x * m).sum(0))
@@ -37,7 +38,11 @@ from shardsum.launcher import launched
 
 Calls = dict[str, Callable[[], Any]]
 BURST = 20  # calls before the GPU is waited for
-SUMS = {"20 positions": [8, 12, 10, 18], "1024 positions": [1024, 100, 700, 0, 513, 901, 1023, 12]}
+SUMS = {
+    "20 positions": [8, 12, 10, 18],
+    "1024 positions": [1024, 100, 700, 0, 513, 901, 1023, 12],
+    "128 positions": [2 * r for r in range(64)],
+}
 POSITIONS, WIDTH = 32, 256  # of a collective: 16 KiB of bf16
 
 
@@ -61,7 +66,7 @@ def sampler(call: Callable[[], Any], device: torch.device, processes: Processes)
 def local_sums(lengths: list[int], size: int, device: torch.device) -> Calls:
     x = torch.randn(len(lengths), size, device=device)
     mask = (torch.arange(size) < torch.tensor(lengths)[:, None]).to(device, torch.float32)
-    out = torch.full((size,), float("nan"), device=device)
+    out, vector = torch.full((size,), float("nan"), device=device), torch.tensor(lengths)
     compiled = torch.compile(lambda x, m, out: out.copy_((x * m).sum(0)))
 
     def loop() -> Tensor:
@@ -73,6 +78,7 @@ def local_sums(lengths: list[int], size: int, device: torch.device) -> Calls:
     calls: Calls = {
         "out=": lambda: ragged_sum(x, lengths, out=out),
         "allocating": lambda: ragged_sum(x, lengths),
+        "tensor, out=": lambda: ragged_sum(x, vector, out=out),
         "mean, out=": lambda: ragged_sum(x, lengths, op="mean", out=out),
         "eager out=": lambda: torch.sum(x * mask, 0, out=out),
         "eager": lambda: (x * mask).sum(0),
@@ -84,7 +90,7 @@ def local_sums(lengths: list[int], size: int, device: torch.device) -> Calls:
         op = "mean" if "mean" in name else "sum"
         want = reference.ragged_sum(rows, [0] * len(rows), size, op=op, out_dtype=torch.float32)
         got = call().cpu()
-        if name in ("out=", "allocating", "mean, out="):
+        if name in ("out=", "allocating", "tensor, out=", "mean, out="):
             assert bits.equal(got, want), f"{name}: {bits.first_difference(got, want)}"
         torch.testing.assert_close(got, want)
     return calls

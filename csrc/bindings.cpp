@@ -186,35 +186,39 @@ void sum_rows(StableIValue* stack, uint64_t, uint64_t) {
   if (args.size * args.width > 0) Device(out).sum_rows(args, table.data());
 }
 
-// starts: empty where every row starts at 0.
+// A length for each row of x; starts: null where every row starts at 0.
 template <class Device>
-void sum_padded_rows(const TensorView& out, const TensorView& x, IntListArg* starts, IntListArg& lengths,
+void sum_padded_rows(const TensorView& out, const TensorView& x, const int64_t* starts, const int64_t* lengths,
                      const Finish& finish) {
-  const SumArgs args = describe(out, x, lengths.size(), finish);
+  const SumArgs args = describe(out, x, x.size(0), finish);
   check_padded(x, args);
-  STD_TORCH_CHECK(Device::owns(x) && lengths.size() == x.size(0), "shardsum: x and lengths differ in rows or device");
+  STD_TORCH_CHECK(Device::owns(x), "shardsum: x is on another device");
   const char* data = static_cast<const char*>(x.data());
   const int64_t row_bytes = x.stride(0) * element_size(args.in_dtype), capacity = x.size(1);
   Table<Row> table(args.num_rows);
   for (int64_t r = 0; r < args.num_rows; ++r) {
     STD_TORCH_CHECK(lengths[r] >= 0 && lengths[r] <= capacity, "shardsum: length ", lengths[r], " of row ", r);
-    table[r] = clip(data + r * row_bytes, starts ? (*starts)[r] : 0, lengths[r], args);
+    table[r] = clip(data + r * row_bytes, starts ? starts[r] : 0, lengths[r], args);
   }
   if (args.size * args.width > 0) Device(out).sum_rows(args, table.data());
 }
 
 template <class Device>
 void sum_padded(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorArg out(stack[0]), x(stack[1]);
-  IntListArg starts(stack[2]), lengths(stack[3]);
+  const TensorArg out(stack[0]), x_arg(stack[1]);
+  const IntListArg starts(stack[2]), lengths(stack[3]);
+  const Finish finish = take_finish(stack + 4);
+  const TensorView x = x_arg.view();
+  STD_TORCH_CHECK(x.dim() >= 2 && lengths.size() == x.size(0), "shardsum: x and lengths differ in rows");
   STD_TORCH_CHECK(starts.size() == 0 || starts.size() == lengths.size(), "shardsum: starts and lengths differ");
-  sum_padded_rows<Device>(out.view(), x.view(), starts.size() ? &starts : nullptr, lengths, take_finish(stack + 4));
+  sum_padded_rows<Device>(out.view(), x, starts.size() ? starts.data() : nullptr, lengths.data(), finish);
 }
 
 // What sum_padded trusts its caller with, where the result has x's positions and all rows start at 0.
 template <class Device>
-void check_sum(const TensorView& x, const Finish& finish) {
+void check_sum(const TensorView& x, int64_t num_lengths, const Finish& finish) {
   STD_TORCH_CHECK(Device::owns(x) && x.dim() >= 2 && x.size(0) > 0, "shardsum: x is not (R, S_MAX, *F)");
+  STD_TORCH_CHECK(x.size(0) == num_lengths, "shardsum: x and lengths differ in rows");
   STD_TORCH_CHECK(is_floating(dtype_of(x)) || !(finish.mean || finish.has_scale), "shardsum: no mean of integers");
 }
 
@@ -227,28 +231,44 @@ void check_out(const TensorView& out, const TensorView& x) {
   STD_TORCH_CHECK(!overlap(out, x), "shardsum: out shares memory with x");
 }
 
+// Owns a `Tensor` argument that holds lengths like an IntListArg.
+class IntTensorArg {
+ public:
+  explicit IntTensorArg(StableIValue value) : tensor_(value), view_(tensor_.view()) {
+    STD_TORCH_CHECK(Cpu::owns(view_) && view_.dtype_code() == aoti_torch_dtype_int64(),
+                    "shardsum: no CPU int64 lengths");
+    STD_TORCH_CHECK(view_.dim() == 1 && view_.is_contiguous(), "shardsum: lengths are not in a row");
+  }
+  int64_t size() const { return view_.size(0); }
+  const int64_t* data() const { return static_cast<const int64_t*>(view_.data()); }
+
+ private:
+  TensorArg tensor_;
+  TensorView view_;
+};
+
 // sum_checked(Tensor(a!) out, Tensor x, int[] lengths) -> (), and with (..., bool mean, float? scale)
-template <class Device, bool kPlain>
+template <class Device, class Lengths, bool kPlain>
 void sum_checked(StableIValue* stack, uint64_t, uint64_t) {
   const TensorArg out_arg(stack[0]), x_arg(stack[1]);
-  IntListArg lengths(stack[2]);
+  const Lengths lengths(stack[2]);
   const Finish finish = kPlain ? Finish{} : take_mean_scale(stack + 3);
   const TensorView out = out_arg.view(), x = x_arg.view();
-  check_sum<Device>(x, finish);
+  check_sum<Device>(x, lengths.size(), finish);
   check_out<Device>(out, x);
-  sum_padded_rows<Device>(out, x, nullptr, lengths, finish);
+  sum_padded_rows<Device>(out, x, nullptr, lengths.data(), finish);
 }
 
 // sum_checked_new(Tensor x, int[] lengths) -> Tensor, and with (..., bool mean, float? scale)
-template <class Device, bool kPlain>
+template <class Device, class Lengths, bool kPlain>
 void sum_checked_new(StableIValue* stack, uint64_t, uint64_t) {
   const TensorArg x_arg(stack[0]);
-  IntListArg lengths(stack[1]);
+  const Lengths lengths(stack[1]);
   const Finish finish = kPlain ? Finish{} : take_mean_scale(stack + 2);
   const TensorView x = x_arg.view();
-  check_sum<Device>(x, finish);
+  check_sum<Device>(x, lengths.size(), finish);
   TensorArg out(empty_row_of(x, is_floating(dtype_of(x)) ? x.dtype_code() : aoti_torch_dtype_int64()));
-  sum_padded_rows<Device>(out.view(), x, nullptr, lengths, finish);
+  sum_padded_rows<Device>(out.view(), x, nullptr, lengths.data(), finish);
   stack[0] = out.release();
 }
 
@@ -338,10 +358,12 @@ void register_operators(torch::stable::detail::StableLibrary& m) {
   m.impl("sum_padded", &sum_padded<Device>);
   m.impl("sum_padded_device", &sum_padded_device<Device>);
   m.impl("sum_masked", &sum_masked<Device>);
-  m.impl("sum_checked", &sum_checked<Device, true>);
-  m.impl("sum_checked.finish", &sum_checked<Device, false>);
-  m.impl("sum_checked_new", &sum_checked_new<Device, true>);
-  m.impl("sum_checked_new.finish", &sum_checked_new<Device, false>);
+  m.impl("sum_checked", &sum_checked<Device, IntListArg, true>);
+  m.impl("sum_checked.finish", &sum_checked<Device, IntListArg, false>);
+  m.impl("sum_checked.tensor", &sum_checked<Device, IntTensorArg, false>);
+  m.impl("sum_checked_new", &sum_checked_new<Device, IntListArg, true>);
+  m.impl("sum_checked_new.finish", &sum_checked_new<Device, IntListArg, false>);
+  m.impl("sum_checked_new.tensor", &sum_checked_new<Device, IntTensorArg, false>);
 }
 
 }  // namespace

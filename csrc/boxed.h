@@ -173,7 +173,8 @@ class IntListArg {
   IntListArg& operator=(const IntListArg&) = delete;
   ~IntListArg() { torch_delete_list(list_); }
   int64_t size() const { return values_.size(); }
-  int64_t operator[](int64_t i) { return values_[i]; }
+  const int64_t* data() const { return values_.data(); }
+  int64_t operator[](int64_t i) const { return data()[i]; }
 
  private:
   StableListHandle list_;

@@ -15,8 +15,9 @@ sum_masked         mask is bool ``(R, size)``, or int32 words ``(R, ceil(size / 
 
 Two more are for the usual call with as little Python as possible: ``sum_checked`` is ``sum_padded`` without starts into
 any ``out``, and ``sum_checked_new`` allocates the result. Each argument costs a tenth of a microsecond or more, hence
-the forms (``_finish``) with mean and scale. They check everything themselves except gradients, raise a RuntimeError
-that says little where a call is bad or unusual, and have no fallback.
+the forms (``_finish``) with mean and scale; a CPU int64 tensor of lengths (``_tensor``) less than a list. They check
+everything themselves except gradients, raise a RuntimeError that says little where a call is bad or unusual, and have
+no fallback.
 
 The native library, once loaded, registers CPU (and CUDA) kernels that take precedence over the fallback here.
 """
@@ -38,8 +39,10 @@ for _schema in (
     "sum_masked(Tensor(a!) out, Tensor x, Tensor mask, " + _TAIL,
     "sum_checked(Tensor(a!) out, Tensor x, int[] lengths) -> ()",
     "sum_checked.finish(Tensor(a!) out, Tensor x, int[] lengths, bool mean, float? scale) -> ()",
+    "sum_checked.tensor(Tensor(a!) out, Tensor x, Tensor lengths, bool mean, float? scale) -> ()",
     "sum_checked_new(Tensor x, int[] lengths) -> Tensor",
     "sum_checked_new.finish(Tensor x, int[] lengths, bool mean, float? scale) -> Tensor",
+    "sum_checked_new.tensor(Tensor x, Tensor lengths, bool mean, float? scale) -> Tensor",
 ):
     _library.define(_schema)
 
@@ -104,8 +107,10 @@ for _name, _fallback in (
     ("sum_masked", _sum_masked),
     ("sum_checked", _refuse),
     ("sum_checked.finish", _refuse),
+    ("sum_checked.tensor", _refuse),
     ("sum_checked_new", _refuse),
     ("sum_checked_new.finish", _refuse),
+    ("sum_checked_new.tensor", _refuse),
 ):
     _library.impl(_name, _fallback, "CompositeExplicitAutograd")
 
@@ -115,6 +120,8 @@ sum_padded = torch.ops.shardsum.sum_padded.default._op
 sum_padded_device = torch.ops.shardsum.sum_padded_device.default._op
 sum_masked = torch.ops.shardsum.sum_masked.default._op
 sum_checked = torch.ops.shardsum.sum_checked.default._op
+sum_checked_tensor = torch.ops.shardsum.sum_checked.tensor._op
 sum_checked_finish = torch.ops.shardsum.sum_checked.finish._op
 sum_checked_new = torch.ops.shardsum.sum_checked_new.default._op
+sum_checked_new_tensor = torch.ops.shardsum.sum_checked_new.tensor._op
 sum_checked_new_finish = torch.ops.shardsum.sum_checked_new.finish._op

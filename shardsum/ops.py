@@ -83,7 +83,7 @@ def ragged_sum(
     if accumulate and out is None:
         raise ValueError("accumulate: needs out, the tensor to add to")
     if isinstance(shards, Tensor):
-        if type(lengths) is list and starts is None and not accumulate:
+        if starts is None and not accumulate:
             result = _usual(shards, lengths, size, op, scale, out_dtype, out)
             if result is not None:
                 return result
@@ -138,7 +138,7 @@ def masked_sum(
 
 def _usual(
     x: Tensor,
-    lengths: list,
+    lengths: Any,
     size: int | None,
     op: str,
     scale: float | None,
@@ -153,29 +153,41 @@ def _usual(
         return None
     if (x.requires_grad and torch.is_grad_enabled()) or (op != "sum" and op != "mean"):
         return None
-    if not _INTS.issuperset(map(type, lengths)) or (scale is not None and type(scale) is not float):
-        return None  # the operator would read 3.7 in a Tensor as 3, and drop a scale's gradient
+    if scale is not None and type(scale) is not float:
+        return None  # the operator would drop its gradient
     if size is not None and (type(size) is not int or x.shape[1:2] != (size,)):
         return None
+    listed = type(lengths) is list
+    if not (_INTS.issuperset(map(type, lengths)) if listed else _is_vector(lengths)):
+        return None  # the operator would read 3.7 in a Tensor as 3
     native.load()
-    plain = op == "sum" and scale is None
     try:
         if out is None and out_dtype is None:
-            if plain:
-                return kernels.sum_checked_new(x, lengths)
-            return kernels.sum_checked_new_finish(x, lengths, op == "mean", scale)
+            return _usual_new(x, lengths, listed, op, scale)
         if out is None:
             out = x.new_empty(x.shape[1:], dtype=out_dtype)
         elif out_dtype is not None or out.requires_grad:
             return None
-        if plain:
+        if listed and scale is None and op == "sum":
             kernels.sum_checked(out, x, lengths)
         else:
-            kernels.sum_checked_finish(out, x, lengths, op == "mean", scale)
+            sum_into = kernels.sum_checked_finish if listed else kernels.sum_checked_tensor
+            sum_into(out, x, lengths, op == "mean", scale)
     except (RuntimeError, TypeError, AttributeError):
         return None
     _increment_version((out,))
     return out
+
+
+def _usual_new(x: Tensor, lengths: Any, listed: bool, op: str, scale: float | None) -> Tensor:
+    if listed and scale is None and op == "sum":
+        return kernels.sum_checked_new(x, lengths)
+    new_sum = kernels.sum_checked_new_finish if listed else kernels.sum_checked_new_tensor
+    return new_sum(x, lengths, op == "mean", scale)
+
+
+def _is_vector(lengths: Any) -> bool:
+    return type(lengths) is Tensor and lengths.is_cpu and lengths.dtype == torch.int64
 
 
 def _check_numerics(

@@ -263,8 +263,10 @@ def test_the_usual_call(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     want = reference.ragged_sum(
         [x[r, :n] for r, n in enumerate(lengths)], [0] * len(lengths), shape[1], out_dtype=out_dtype
     )
-    for call in (ragged_sum, kernels.sum_checked_new):
-        assert_bits(call(x, lengths), want)
+    vector = torch.tensor(lengths)  # on the host: read there, without synchronisation
+    for got in (ragged_sum(x, lengths), kernels.sum_checked_new(x, lengths), ragged_sum(x, vector)):
+        assert_bits(got, want)
+    assert_bits(kernels.sum_checked_new_tensor(x, vector, False, None), want)
     out = poison(shape[1:], out_dtype)
     version = out._version
     assert ragged_sum(x, lengths, out=out) is out and out._version == version + 1
@@ -282,6 +284,8 @@ def test_the_usual_call_is_checked() -> None:
     for target, shards in bad:
         with pytest.raises(RuntimeError, match=r"shardsum: "):
             kernels.sum_checked(target, shards, lengths)
+        with pytest.raises(RuntimeError, match=r"shardsum: "):
+            kernels.sum_checked_tensor(target, shards, torch.tensor(lengths), False, None)
         with pytest.raises(ValueError, match=r"out: |lengths: "):
             ragged_sum(shards, lengths, out=target[:0])
     assert (out == 77).all()

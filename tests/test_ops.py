@@ -74,12 +74,13 @@ def test_the_usual_call_equals_reference(p: dict, stride: int | None) -> None:
     x, lengths, kwargs = laid_out(p["x"], p["layout"]), p["lengths"], p["kwargs"]
     rows = [x[r, :n] for r, n in enumerate(lengths)]
     expected = reference.ragged_sum(rows, [0] * len(rows), x.shape[1], **kwargs)
-    if stride is None:
-        assert_same(shardsum.ragged_sum(x, lengths, **kwargs), expected)
-        return
-    out = torch.full((expected.numel() * stride,), 77, dtype=expected.dtype)[::stride].view(expected.shape)
-    assert shardsum.ragged_sum(x, lengths, op=kwargs["op"], scale=kwargs["scale"], out=out) is out
-    assert_same(out, expected)
+    for form in (lengths, torch.tensor(lengths), torch.tensor([lengths, lengths]).t()[:, 0]):
+        if stride is None:
+            assert_same(shardsum.ragged_sum(x, form, **kwargs), expected)
+            continue
+        out = torch.full((expected.numel() * stride,), 77, dtype=expected.dtype)[::stride].view(expected.shape)
+        assert shardsum.ragged_sum(x, form, op=kwargs["op"], scale=kwargs["scale"], out=out) is out
+        assert_same(out, expected)
 
 
 @settings(deadline=None, max_examples=100)
@@ -318,8 +319,11 @@ def test_the_operator_of_the_usual_call_checks_everything(name: str) -> None:
     out, x = torch.full((6,), 77.0), b0()
     before = x.clone()
     call = UNFIT[name](x, out)
+    target, shards, lengths, *end = call
     with pytest.raises(RuntimeError, match=r"shardsum: |no native kernel"):
-        kernels.sum_checked(*call) if len(call) == 3 else kernels.sum_checked_finish(*call)
+        kernels.sum_checked(*call) if not end else kernels.sum_checked_finish(*call)
+    with pytest.raises(RuntimeError, match=r"shardsum: |no native kernel"):
+        kernels.sum_checked_tensor(target, shards, torch.tensor(lengths, dtype=torch.int64), *(end or (False, None)))
     assert (out == 77).all() and torch.equal(x, before)
 
 
