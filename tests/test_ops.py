@@ -474,3 +474,17 @@ def test_compiled_lists_are_checked_when_they_run(lengths: list, starts: list | 
 
     with pytest.raises(ValueError, match=message):
         total(*b0())
+
+
+def test_many_lengths_are_kept_by_value_and_type() -> None:
+    x = random_values((12, 6), torch.float32, 0)
+    lengths = [1, 0, 6, 3, 2, 5, 1, 1, 4, 6, 0, 2]
+    for n in (1, 5, 1):  # the same list object with other values
+        lengths[3] = n
+        expected = reference.ragged_sum([x[r, :n] for r, n in enumerate(lengths)], [0] * 12, 6, out_dtype=x.dtype)
+        for out in (None, torch.empty(6)):
+            assert_same(shardsum.ragged_sum(x, lengths, out=out), expected)
+    for odd in (True, 1.0, np.float64(1), torch.tensor(1.0), "1", 1 << 70, -1, 7):
+        with pytest.raises(ValueError, match="lengths"):
+            shardsum.ragged_sum(x, [odd, *lengths[1:]])
+    assert_same(shardsum.ragged_sum(x, [np.int64(1), *lengths[1:]]), expected)
