@@ -155,6 +155,8 @@ def _usual(
     """
     if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or forward_ad._current_level >= 0:
         return None
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+        return None  # vmap would hide that x requires grad; a tracer would record an operator without a fake
     if (x.requires_grad and torch.is_grad_enabled()) or (op != "sum" and op != "mean"):
         return None
     if scale is not None and type(scale) is not float:

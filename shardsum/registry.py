@@ -22,6 +22,11 @@ library = torch.library.Library("shardsum", "FRAGMENT")
 _PLAIN = {Tensor, Parameter}
 
 
+def _is_batched(x: Tensor) -> bool:
+    """Whether x may stand for a batch: under torch.func, or as a gradient with ``is_grads_batched``."""
+    return torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 class Operator:
     """``shardsum::<name>``; call it. Made by :func:`define`.
 
@@ -31,6 +36,7 @@ class Operator:
 
     def __init__(self, name: str, overload: Any, implementation: Callable[..., Any]) -> None:
         self.overload = overload
+        self._has_vmap = "Tensor[]" not in str(overload._schema)  # torch's own, one call for each of the batch
         self._name, self._implementation = name, implementation
         self._setup: Callable[..., None] | None = None
         self._backward: Callable[..., tuple] | None = None
@@ -42,6 +48,8 @@ class Operator:
 
     def __call__(self, first: Any, *rest: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            return self.overload(first, *rest)
+        if self._has_vmap and _is_batched(first):
             return self.overload(first, *rest)
         tensors = [first] if isinstance(first, Tensor) else first
         if not {*map(type, tensors)} <= _PLAIN:  # a subclass has a say in what happens

@@ -8,6 +8,8 @@ import torch
 import torch._dynamo.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from values import B0_LENGTHS, B0_SUM, FLOATS, INTEGERS, assert_same, b0, random_values
 
 import shardsum
@@ -375,7 +377,32 @@ def test_a_forward_mode_tangent_is_never_lost(call) -> None:
         torch.func.jvp(call, (b0(),), (torch.ones(4, 6),))
 
 
+def test_vmap_never_loses_a_gradient() -> None:
+    batch = b0().expand(2, 4, 6).clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.vmap(lambda x: shardsum.ragged_sum(x, B0_LENGTHS))(batch)
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: shardsum.ragged_sum(x, B0_LENGTHS, op="mean"),
+    lambda x: shardsum.ragged_sum(x, B0_LENGTHS, starts=[0, 1, 2, 0], size=8),
+    lambda x: shardsum.masked_sum(x, x.detach() > 20),
+])  # fmt: skip
+def test_a_batch_of_gradients_goes_backward_at_once(call) -> None:
+    def cubes(x: torch.Tensor) -> torch.Tensor:
+        return (call(x) ** 3).sum()
+
+    at_once = torch.autograd.functional.hessian(cubes, b0(), vectorize=True)
+    assert bits.equal(at_once, torch.autograd.functional.hessian(cubes, b0()))
+
+
 # torch.library and torch.compile
+
+
+def test_what_make_fx_records_runs_on_fake_tensors() -> None:
+    graph = make_fx(lambda x: shardsum.ragged_sum(x, B0_LENGTHS))(b0())
+    with FakeTensorMode() as mode:
+        assert graph(mode.from_tensor(b0())).shape == (6,)
 
 
 def opcheck_samples() -> list[tuple]:
