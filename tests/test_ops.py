@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import marshal
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from values import B0_LENGTHS, B0_SUM, FLOATS, INTEGERS, assert_same, b0, random_values
 
 import shardsum
-from shardsum import bits, kernels, operators, reference
+from shardsum import bits, kernels, operators, ops, reference
 from shardsum.numerics import resolve_out_dtype
 
 
@@ -399,6 +401,13 @@ def test_a_batch_of_gradients_goes_backward_at_once(call) -> None:
 # torch.library and torch.compile
 
 
+def test_what_jit_records_runs_without_the_native_library() -> None:
+    x = random_values((12, 6), torch.float32, 0)
+    traced = torch.jit.trace(lambda x: shardsum.ragged_sum(x, [3] * 12), x)
+    assert "sum_checked" not in str(traced.graph)
+    assert_same(traced(x), shardsum.ragged_sum(x, [3] * 12))
+
+
 def test_what_make_fx_records_runs_on_fake_tensors() -> None:
     graph = make_fx(lambda x: shardsum.ragged_sum(x, B0_LENGTHS))(b0())
     with FakeTensorMode() as mode:
@@ -515,3 +524,20 @@ def test_many_lengths_are_kept_by_value_and_type() -> None:
         with pytest.raises(ValueError, match="lengths"):
             shardsum.ragged_sum(x, [odd, *lengths[1:]])
     assert_same(shardsum.ragged_sum(x, [np.int64(1), *lengths[1:]]), expected)
+
+
+def test_a_list_written_meanwhile_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, lengths = random_values((12, 6), torch.float32, 0), [6, 5, 4, 3, 2, 1] * 2
+    expected = shardsum.ragged_sum(x, tuple(lengths))
+    dumps, meanwhile = marshal.dumps, list(lengths)
+
+    def dumps_then_write(value: list[int], version: int) -> bytes:
+        key = dumps(value, version)
+        value[0] = 0  # as another thread may
+        return key
+
+    monkeypatch.setattr(marshal, "dumps", dumps_then_write)
+    monkeypatch.setattr(ops, "_vectors", {})
+    shardsum.ragged_sum(x, meanwhile)
+    monkeypatch.setattr(marshal, "dumps", dumps)
+    assert_same(shardsum.ragged_sum(x, lengths), expected)
