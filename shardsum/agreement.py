@@ -74,6 +74,8 @@ class Agreement:
         wary: the last call ended in an error that others may not know of, since they had agreed on its signature
             before and read no statements: the next call compares statements in any case, lest the data of two calls
             be mixed.
+        refused: how many calls have ended in such an error. Where that differs, a process has carried out a call that
+            another one refused: their transfers match no more, and the group fails.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
@@ -82,6 +84,7 @@ class Agreement:
         self.call = 0
         self.failed: str | None = None
         self.wary = False
+        self.refused = 0
         self._agreed: dict[int, None] = {}  # in order of agreement
         self._stated: list[str] = []
         self._met = 0  # the last call in which all have stated the same: that they did says nothing of them now
@@ -103,18 +106,24 @@ class Agreement:
         self._slots = slots
         if self.world_size > 1:
             store = dist.PrefixStore("side", self._store)
-            side: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, self.timeout)
+            try:
+                side: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, self.timeout)
+                side.barrier().wait()  # who leaves while another one still connects breaks that one's set-up
+            except RuntimeError as error:
+                raise self.explain("ShardGroup", error) from error
             self.side = side
-            side.barrier().wait()  # who leaves while another one still connects breaks that one's set-up
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every process's ``value`` (small, picklable), by process. No process returns before all have called."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
-        self.side._allgather_base(sizes, torch.tensor([data.numel()], device="cpu")).wait()
-        longest = int(sizes.max())
-        everyone = data.new_empty(self.world_size * longest)
-        self.side._allgather_base(everyone, nn.functional.pad(data, (0, longest - data.numel()))).wait()
+        try:
+            self.side._allgather_base(sizes, torch.tensor([data.numel()], device="cpu")).wait()
+            longest = int(sizes.max())
+            everyone = data.new_empty(self.world_size * longest)
+            self.side._allgather_base(everyone, nn.functional.pad(data, (0, longest - data.numel()))).wait()
+        except RuntimeError as error:
+            raise self.explain("set-up", error) from error
         parts = zip(everyone.view(self.world_size, longest), sizes.tolist())
         return [pickle.loads(bytes(part[:n].tolist())) for part, n in parts]
 
@@ -154,8 +163,8 @@ class Agreement:
         """
         if self.world_size == 1:
             return Disagreement(str(error))
-        self.wary = True
         self._state(name, {}, str(error))
+        self.wary, self.refused = True, self.refused + 1
         if counted:
             self._gather(name, [-1] * (2 + self._slots))
         return Disagreement(f"{name}: process {self.rank}: {error}")
@@ -173,7 +182,7 @@ class Agreement:
         if self.world_size == 1:
             return [list(values)]
         signature = {**signature, "number of values": most}
-        key = fingerprint({"name": name, **signature})
+        key = fingerprint({"name": name, "refused": self.refused, **signature})
         row = [len(values), *values, *[0] * (max(most, self._slots) - len(values))]
         rows = self._gather(name, [key, *row[: 1 + self._slots]])
         if any(theirs[0] != key for theirs in rows):
@@ -256,6 +265,7 @@ class Agreement:
 
     def _state(self, name: str, signature: Signature, error: str | None, info: Any = None) -> None:
         statement = {"name": name, "signature": dict(signature), "error": error, "info": info}
+        statement["refused"] = self.refused
         key = f"{self.call}/{self.rank}"
         self._store.set(key, json.dumps(statement, default=str))
         if key not in self._stated:
@@ -279,9 +289,11 @@ class Agreement:
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
                 break
+        self._check_refused(name, found)
         message = compare(found)
         self.wary = message is not None
         if message is not None:
+            self.refused += 1
             raise Disagreement(message)
         self._met = self.call
         # Whoever stated in this call had read all statements of earlier ones.
@@ -289,3 +301,11 @@ class Agreement:
             self._store.delete_key(key)
         del self._stated[:-1]
         return [found[p] for p in range(self.world_size)]
+
+    def _check_refused(self, name: str, found: Mapping[int, Mapping[str, Any]]) -> None:
+        """Fail the group when a process has carried out a call that another one refused."""
+        counts = {p: statement["refused"] for p, statement in sorted(found.items())}
+        most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
+        if counts[most] != counts[least]:
+            self.failed = f"{name}: process {most} has refused an earlier call that process {least} carried out"
+            raise RuntimeError(f"{self.failed}; their transfers match no more, make a new group")

@@ -94,6 +94,9 @@ class Runner:
             self.close()  # before this process waits for another in this call: the other may wait in that one
         except RuntimeError as error:
             raise self.failure(name, error) from error
+        except BaseException as error:
+            self.agreement.leave(name, error)
+            raise
 
     def close(self) -> None:
         """Complete the call that was left open, if any."""
@@ -221,10 +224,34 @@ class Runner:
             result = deliver(self._apply(build()))
             return Handle(lambda: result) if async_op else result
         self.begin(name)
+        try:
+            return self._eager(name, build, deliver, shards, lengths, out, async_op, known_by)
+        except RuntimeError as error:
+            raise self.failure(name, error) from error
+        except ValueError:
+            raise
+        except BaseException as error:  # the next call would meet what the others still send of this one
+            self.agreement.leave(name, error)
+            raise
+        finally:
+            self._agreed = False
+
+    def _eager(
+        self,
+        name: str,
+        build: Callable[[], Request],
+        deliver: Callable[[list[Tensor]], Any],
+        shards: Shards,
+        lengths: Any,
+        out: Tensor | None,
+        async_op: bool,
+        known_by: tuple[Sequence[Any], Hashable] | None,
+    ) -> Any:
+        """A call that has begun: launched like an earlier one, or checked, compared and run."""
         key = None
         if known_by is not None and not async_op and self.engine.peers is not None and not self.agreement.wary:
             key = self.replays.key(name, shards, known_by[0], out, known_by[1])
-            outs = None if key is None else self._replay(name, key, shards, out)
+            outs = None if key is None else self.replays.run(key, shards, out)
             if outs is not None:
                 return deliver(outs)
         try:
@@ -238,22 +265,12 @@ class Runner:
         if lengths is not None:  # counted lengths have agreed on the way
             self.agreement.agree(name, request.signature)
         self._agreed = True
-        try:
-            if async_op:
-                return self._begin(request, deliver)
-            outs = self._apply(request) if request.needs_grad else self._job(request).result()
-            if key is not None:
-                self._remember(key, request, outs)
-            return deliver(outs)
-        except RuntimeError as error:
-            raise self.failure(name, error) from error
-        except ValueError:
-            raise
-        except BaseException as error:  # the next call would meet what the others still send of this one
-            self.agreement.leave(name, error)
-            raise
-        finally:
-            self._agreed = False
+        if async_op:
+            return self._begin(request, deliver)
+        outs = self._apply(request) if request.needs_grad else self._job(request).result()
+        if key is not None:
+            self._remember(key, request, outs)
+        return deliver(outs)
 
     def _remember(self, key: Hashable, request: Request, outs: list[Tensor]) -> None:
         route, peers = self.engine.last, self.engine.peers
@@ -275,13 +292,6 @@ class Runner:
             launch(outs, shards)
 
         self.replays.remember(key, Known(again, [(o.shape, o.dtype) for o in outs]))
-
-    def _replay(self, name: str, key: Hashable, shards: Any, out: Tensor | None) -> list[Tensor] | None:
-        """Run a call like an earlier one; None where it has to go the long way."""
-        try:
-            return self.replays.run(key, shards, out)
-        except RuntimeError as error:
-            raise self.failure(name, error) from error
 
     def agree_compiled(
         self,
@@ -327,16 +337,23 @@ class Runner:
         tensors = [*request.shards, *([] if request.device_lengths is None else [request.device_lengths])]
         if not tensors[0].is_cuda:
             job = self._job(request)
-            if job.more and self.engine.wire is not None:
-                self.engine.wire.leave_open(job.result)
 
-            def finish() -> Any:
+            def complete() -> list[Tensor]:  # perhaps in another group's call
                 try:
-                    if job.more:
-                        self.close()
-                    return deliver(job.result())
+                    return job.result()
                 except RuntimeError as error:
                     raise self.failure(request.name, error) from error
+                except BaseException as error:
+                    self.agreement.leave(request.name, error)
+                    raise
+
+            if job.more and self.engine.wire is not None:
+                self.engine.wire.leave_open(complete)
+
+            def finish() -> Any:
+                if job.more:
+                    self.close()
+                return deliver(complete())
 
             return Handle(finish)
         current = torch.cuda.current_stream(tensors[0].device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from processes import run_processes
 from values import B0_LENGTHS, B0_SUM, assert_same, b0
 
-from shardsum import ShardGroup
+from shardsum import ShardGroup, engine
+from shardsum.agreement import Agreement
 
 
 def ones(
@@ -186,7 +188,31 @@ def test_a_call_refused_by_one_process_is_never_mixed_with_its_next(bad: str, th
     results = run_processes(go_on_after_an_error, 3, bad, then)
     assert len(results[1]) == 2 and "bad" in results[1][0] and "process 0" in results[1][1]
     for messages in (results[0], results[2]):
-        assert messages and f"process 1: is in all_reduce {bad}: expected" in messages[0]
+        # Process 1 waits in its next call until about the time at which the others give up.
+        named = re.search(rf"process 1: (is in all_reduce {bad}: expected|failed in call \d)", messages[0])
+        assert named, messages
+
+
+def run_ahead(rank: int, world_size: int, lengths: list | None) -> str:
+    """Process 1 refuses a call that the others start without waiting for it, then all make a call that is new."""
+    group = ShardGroup(3, timeout=3)
+    x = [torch.ones(4)]
+    group.all_reduce(x, [4] * 3)
+    try:
+        group.all_reduce(x, [4] * 3, out="bad" if rank == 1 else None, async_op=True)
+    except ValueError as error:
+        assert rank == 1 and "out" in str(error)
+    with pytest.raises(RuntimeError) as caught:
+        group.all_reduce([torch.full((4,), 10.0)], lengths, scale=0.5)
+    with pytest.raises(RuntimeError, match="failed earlier"):
+        group.all_reduce(x, [4] * 3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("lengths", [[4] * 3, None])
+def test_a_call_that_ran_ahead_of_a_refusal_is_never_mixed_with_the_next(lengths: list | None) -> None:
+    for message in run_processes(run_ahead, 3, lengths):
+        assert "process 1 has refused an earlier call that process 0 carried out" in message
 
 
 CONSTRUCTORS = {
@@ -281,26 +307,55 @@ def test_a_killed_process_is_named(lengths: list | None, transport: str, amid: b
         assert "no word from process 1" in message, messages
 
 
-def interrupted(rank: int, world_size: int) -> str:
-    group = ShardGroup(2, timeout=5)
-    group.all_reduce(ones(group), [2, 2])
+def die_amid_construction(rank: int, world_size: int) -> str | None:
+    if rank == 1:
+        Agreement.connect = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        ShardGroup(4, timeout=3)
+    assert time.monotonic() - started < 8
+    return str(caught.value)
+
+
+def test_a_process_killed_amid_the_construction_is_named() -> None:
+    messages = run_processes(die_amid_construction, 4, may_die=(1,))
+    for message in (messages[0], *messages[2:]):
+        assert "ShardGroup (call 1)" in message and "no word from process 1" in message, messages
+
+
+def interrupted(rank: int, world_size: int, where: str) -> str:
+    """Nobody comes to process 0, in the transfer, in the comparison of a new signature or in a wait."""
+    engine.CHUNK_BYTES = 1 << 10
+    group = ShardGroup(2, timeout=5, transport="all_to_all")
+    x = ones(group, 2 if where != "wait" else 1000)
+    lengths = [x[0].shape[0]] * 2
+    group.all_reduce(x, lengths)
+
+    def call() -> None:
+        if where == "wait":
+            group.all_reduce(x, lengths, async_op=True).wait()
+        else:
+            group.all_reduce(x, lengths, scale=0.5 if where == "comparison" else None)
+
     if rank == 0:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
-            group.all_reduce(ones(group), [2, 2])  # nobody comes
+            call()
         with pytest.raises(RuntimeError, match=r"failed earlier.* was left by KeyboardInterrupt") as caught:
-            group.all_reduce(ones(group), [2, 2])
+            group.all_reduce(x, lengths)
         return str(caught.value)
     time.sleep(1)
     with pytest.raises(RuntimeError) as caught:
         for _ in range(2):
-            group.all_reduce(ones(group), [2, 2])
+            call()
     return str(caught.value)
 
 
-def test_a_call_that_was_interrupted_is_never_mixed_with_the_next() -> None:
-    assert "process 0: failed in call 3 (all_reduce): left by KeyboardInterrupt" in run_processes(interrupted, 2)[1]
+@pytest.mark.parametrize("where", ["transfer", "comparison", "wait"])
+def test_a_call_that_was_interrupted_is_never_mixed_with_the_next(where: str) -> None:
+    message = run_processes(interrupted, 2, where)[1]
+    assert "process 0: failed in call 3 (all_reduce): left by KeyboardInterrupt" in message
 
 
 def failed_wait(rank: int, world_size: int) -> None:
