@@ -457,6 +457,6 @@ class ShardGroup:
             self.engine.peers.check()
 
 
-def _text(scale: Any) -> str | None:
-    """A scale to compare: 0.0 differs from -0.0, NaN equals NaN."""
-    return None if scale is None else repr(scale)
+def _text(scale: Any) -> tuple[type, str] | None:
+    """A scale to compare: 0.0 differs from -0.0, NaN equals NaN; other types may print alike."""
+    return None if scale is None else (type(scale), repr(scale))

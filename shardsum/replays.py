@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _MAX = 1024
 _INTS = {int}
@@ -44,13 +45,18 @@ class Replays:
         """
         flat: list[Any] = []
         for values in lists:
-            if type(values) is not list:
+            if type(values) is not list or not values:
                 return None
+            flat.append(len(values))
             try:
-                flat += chain.from_iterable(values) if values and type(values[0]) is tuple else values
+                if type(values[0]) is tuple:
+                    if {*map(len, values)} != {2}:
+                        return None
+                    values = chain.from_iterable(values)
             except TypeError:
                 return None
-        if not flat or not _INTS.issuperset(map(type, flat)):  # 8.0 and True equal ints, which the long way tells apart
+            flat += values
+        if not _INTS.issuperset(map(type, flat)):  # 8.0 and True equal ints, which the long way tells apart
             return None
         if out is not None and type(out) is not Tensor:
             return None
@@ -88,6 +94,8 @@ class Replays:
 
     def _as_they_were(self, shards: list[Tensor], out: Tensor | None) -> bool:
         device, grads = self._device, torch.is_grad_enabled()
+        if forward_ad._current_level >= 0:  # the long way refuses tangents
+            return False
         begin = end = 0
         try:
             if out is not None:
@@ -96,7 +104,9 @@ class Replays:
                 begin = out.data_ptr()
                 end = begin + out.nbytes
             for x in shards:
-                if not x.is_contiguous() or x.get_device() != device or x.is_neg() or (grads and x.requires_grad):
+                if not x.is_contiguous() or x.get_device() != device or (grads and x.requires_grad):
+                    return False
+                if x.is_neg() or x.is_conj():
                     return False
                 if end and x.data_ptr() < end and begin < x.data_ptr() + x.nbytes:
                     return False  # shares memory with out

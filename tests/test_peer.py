@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -229,6 +231,28 @@ def test_constants_are_those_of_the_header() -> None:
     names = re.findall(r"\bk(\w+)\b", re.sub(r"//.*", "", enum[: enum.index("}")]))
     torch_names = [str(dtype).removeprefix("torch.") for dtype in peer._DTYPE_CODES]
     assert [n.lower() for n in names] == torch_names and list(peer._DTYPE_CODES.values()) == list(range(len(names)))
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_a_row_that_starts_behind_the_result_holds_nothing(tmp_path: Path) -> None:
+    """Else pushing would read behind the shard."""
+    csrc = Path(peer.__file__).parents[2] / "csrc"
+    (tmp_path / "main.cu").write_text(
+        """
+        #include "cuda/peer_rows.cuh"
+        #include <cstdio>
+        int main() {
+          static shardsum::PeerCall c{};
+          c.size = 4, c.width = 8, c.in_bytes = 4, c.chunk_end = 32;
+          for (uint32_t start : {0, 2, 4, 6}) std::printf("%u ", shardsum::describe_held(c, 0, start, 3).length);
+        }
+        """
+    )
+    command = ["nvcc", "-std=c++17", f"-I{csrc}", str(tmp_path / "main.cu"), "-o", str(tmp_path / "main")]
+    subprocess.run(command, check=True)
+    assert subprocess.run([tmp_path / "main"], capture_output=True, text=True, check=True).stdout.split() == list(
+        "3200"
+    )
 
 
 # ---- on GPUs ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from shardsum.group import _text
+from shardsum.layout import ExchangePlan
 from shardsum.replays import Known, Replays
 from shardsum.transports import peer
 
@@ -28,6 +31,8 @@ def key(shards: Any = X, lists: Any = ([4, 2],), out: Any = None, others: Any = 
         {"shards": [X, X]},
         {"lists": ([4, 3],)},
         {"lists": ([4], [2], [7])},
+        {"lists": ([4], [2])},
+        {"lists": ([(4, 2)],)},
         {"lists": ([(4, 2), (0, 1)],)},
         {"out": X},
         {"others": 1},
@@ -50,6 +55,7 @@ def test_every_argument_tells_calls_apart(other: dict[str, Any]) -> None:
         (None,),
         ([],),
         ([(4, 2), 3],),
+        ([(4, 2, 3), (1,)],),
         ([X],),
         (["ab"],),
     ],
@@ -91,6 +97,7 @@ def test_a_known_call_is_launched_with_its_own_tensors() -> None:
         (torch.ones(3, 4).t(), torch.empty(4, 3)),
         (torch.ones(4, 3, requires_grad=True), torch.empty(4, 3)),
         (torch._neg_view(torch.ones(4, 3)), torch.empty(4, 3)),
+        (torch.ones(4, 3, dtype=torch.complex64).conj(), torch.empty(4, 3)),
         (torch.ones(4, 3).to_sparse(), torch.empty(4, 3)),
         (X, torch.empty(3, 4).t()),
         (X, torch.empty(4, 3, requires_grad=True)),
@@ -107,6 +114,29 @@ def test_layout_address_device_and_gradients_are_looked_at_again(shard: Tensor, 
         needs = [t for t in (shard, out) if t.requires_grad]
         if needs and needs[0] is shard:
             assert calls.run(calls.call, shard, out) == [out]
+
+
+def test_tangents_go_the_long_way_which_refuses_them() -> None:
+    calls = Calls(1, X, None)
+    with forward_ad.dual_level():
+        assert calls.run(calls.call, forward_ad.make_dual(X, X), None) is None and not calls.launched
+
+
+def test_scales_that_print_or_compare_alike_are_not_one() -> None:
+    assert len({_text(0.0), _text(-0.0), _text(0), _text(0.1), _text(np.float32(0.1)), _text(None)}) == 6
+    assert _text(float("nan")) == _text(float("nan"))
+
+
+def test_a_prepared_call_keeps_the_sign_of_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = object.__new__(peer.PeerTransport)
+    transport.rank, transport.tuning, transport._calls = 0, peer.Tuning(), {}
+    transport.layout = peer.MemoryLayout(2, 2, 8, 1, 1 << 20)
+    scales = []
+    monkeypatch.setattr(transport, "_words", lambda *args: scales.append(str(args[-1])) or [1], raising=False)
+    plan = ExchangePlan(((0, 4), (0, 4)), (0, 1), ((0, 4), (0, 4)), (0, 1), 2)
+    for scale in (0.0, -0.0, 0.0, None):
+        transport.prepare(plan, 3, torch.float32, torch.float32, scale=scale)
+    assert scales == ["0.0", "-0.0", "None"]
 
 
 def test_tensors_elsewhere_go_the_long_way() -> None:

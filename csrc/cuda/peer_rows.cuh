@@ -47,7 +47,8 @@ __host__ __device__ inline HeldRow describe_held(const PeerCall& c, int i, uint3
   const PeerSource& source = c.sources[i];
   HeldRow h;
   h.start = start;
-  h.length = length < c.size - start ? length : uint32_t(c.size - start);
+  const int64_t room = start < c.size ? c.size - start : 0;  // no output may reach as far as the row's start
+  h.length = length < room ? length : uint32_t(room);
   const Range range = chunk_range(c, h.start, h.length);
   h.origin = static_cast<const char*>(source.data) - start * c.width * c.in_bytes;
   const uint64_t bounds = reinterpret_cast<uint64_t>(h.origin) | range.begin * c.in_bytes | range.end * c.in_bytes;

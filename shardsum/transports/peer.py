@@ -1,8 +1,8 @@
 """Peer transport: gather and sum in one kernel launch over memory that GPUs of one NVLink domain map from each other.
 
-A launch copies this process's rows to staging, releases a flag to every peer, waits for theirs, reads all rows over
-NVLink and sums them in virtual-rank order. Lengths ride in the flags: they may change with every call and every replay
-of a CUDA graph. docs/peer.md has the protocol.
+A launch pushes or writes this process's rows to its peers, or puts them where peers read them, and sums all rows in
+virtual-rank order as they come. Lengths ride in flags: they may change with every call and every replay of a CUDA
+graph. docs/peer.md has the protocol.
 
 Contract: a :class:`PeerTransport` is made, used and closed by all processes of the group together; they make the same
 calls in the same order, from one thread, on any streams (a call comes after the group's previous one). A call can be
@@ -265,7 +265,8 @@ class PeerTransport:
                 a sum that every process gets.
         """
         sources = None if peer_plan.is_replicated(plan) else plan.sources
-        key = (plan.sinks, plan.sink_owners, plan.source_owners, sources, width, dtype, out_dtype, op, scale, two_shot)
+        factor = None if scale is None else struct.pack("<d", scale)  # 0.0 equals -0.0
+        key = (plan.sinks, plan.sink_owners, plan.source_owners, sources, width, dtype, out_dtype, op, factor, two_shot)
         found = self._calls.get(key)
         if found is None:
             message = peer_plan.describe_message(plan, width, dtype.itemsize, out_dtype.itemsize, op == "copy")
