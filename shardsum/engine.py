@@ -68,10 +68,12 @@ class Job:
         outs: the results, once it is complete.
         steps: what is left to do; stops once after the first transfers have started.
         more: whether ``steps`` will start further transfers.
+        wire: what they travel on.
     """
 
-    def __init__(self, outs: list[Tensor], steps: Iterator[None], more: bool = False) -> None:
+    def __init__(self, outs: list[Tensor], steps: Iterator[None], more: bool = False, wire: Wire | None = None) -> None:
         self.more = more
+        self._wire = wire
         self._outs, self._steps = outs, steps
         self._error: BaseException | None = None
         next(steps, None)
@@ -84,6 +86,8 @@ class Job:
                 pass
         except BaseException as error:
             self._error = error
+            if self.more and self._wire is not None:
+                self._wire.fail(error)
             raise
         self.more = False
         return self._outs
@@ -139,7 +143,7 @@ class Engine:
             rows = self._rows_per_chunk(plan, route.chunks)
             buffer = first.new_empty((rows * route.chunks, *trailing), dtype=reduce.dtype)
             outs = [buffer[: length(plan.sinks[0])]]
-            return Job(outs, self._two_shot(plan, shards, reduce, buffer, route.chunks), more=True)
+            return Job(outs, self._two_shot(plan, shards, reduce, buffer, route.chunks), True, self.wire)
         if out is not None and out.is_contiguous():
             outs = [out]
         else:
@@ -147,7 +151,7 @@ class Engine:
         if route.transport == "peer":
             self._by_peers(plan, shards, reduce, outs)
             return Job(outs, iter(()))
-        return Job(outs, self._one_shot(plan, shards, reduce, outs, route), more=route.chunks > 1)
+        return Job(outs, self._one_shot(plan, shards, reduce, outs, route), route.chunks > 1, self.wire)
 
     def _by_peers(
         self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, outs: list[Tensor], *lengths: Tensor

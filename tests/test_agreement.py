@@ -358,6 +358,28 @@ def test_a_call_that_was_interrupted_is_never_mixed_with_the_next(where: str) ->
     assert "process 0: failed in call 3 (all_reduce): left by KeyboardInterrupt" in message
 
 
+def fail_amid(rank: int, world_size: int) -> str:
+    """Process 0 fails between two chunks of one group's call, then calls another group of the same processes."""
+    engine.CHUNK_BYTES = 1 << 10
+    group, other = (ShardGroup(2, timeout=2, transport="all_to_all") for _ in range(2))
+    x, lengths = ones(group, 1000), [1000] * 2
+    other.all_reduce(x, lengths)
+    if rank == 0:
+        fill, calls = engine.fill, iter((1, 1, 0))
+        engine.fill = lambda *args: fill(*args) if next(calls) else 1 / 0
+    with pytest.raises((RuntimeError, ZeroDivisionError)):
+        group.all_reduce(x, lengths)
+    if rank == 0:
+        engine.fill = fill
+    with pytest.raises(RuntimeError) as caught:
+        other.all_reduce(x, lengths)
+    return str(caught.value)
+
+
+def test_a_call_that_failed_amid_its_transfers_is_never_mixed_with_those_of_another_group() -> None:
+    assert "division by zero" in run_processes(fail_amid, 2)[0]
+
+
 def failed_wait(rank: int, world_size: int) -> None:
     group = ShardGroup(2, timeout=1, transport="all_to_all")
     group.all_reduce(ones(group), [2, 2])

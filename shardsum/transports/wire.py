@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ def as_bytes(x: Tensor) -> Tensor:
 
 #: What was left open, by process group: see :meth:`Wire.leave_open`. Several wires may share a group.
 _open: dict[dist.ProcessGroup, Callable[[], Any]] = {}
+#: All wires: one that fails amid its transfers fails those of the same process group (:meth:`Wire.fail`).
+_wires: WeakSet[Wire] = WeakSet()
 
 
 class Wire:
@@ -48,6 +51,8 @@ class Wire:
         self.group, self.timeout = group, timeout
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.traffic = Traffic()
+        self._failed: str | None = None
+        _wires.add(self)
 
     def all_gather(self, out: Tensor, mine: Tensor) -> dist.Work:
         """Start gathering ``mine`` of every process into ``out``, both contiguous, ``out`` G times as large."""
@@ -79,9 +84,19 @@ class Wire:
         _open[self.group] = finish
 
     def close(self) -> None:
-        """Complete what was left open, if anything: one call at most, as all earlier ones were complete before it."""
+        """Complete what was left open, if anything: one call at most, as all earlier ones were complete before it.
+        RuntimeError after :meth:`fail`."""
+        if self._failed is not None:
+            raise RuntimeError(f"an earlier call of these processes ended amid its transfers: {self._failed}")
         if self.group in _open:
             _open.pop(self.group)()
+
+    def fail(self, error: BaseException) -> None:
+        """Refuse all further calls: this process has left one before it started all its transfers, and others would
+        take those of the next, of any group, for the missing ones."""
+        for wire in _wires:
+            if wire.group == self.group:
+                wire._failed = repr(error)
 
     def wait(self, work: dist.Work, device: torch.device) -> None:
         """CPU: block until done, at most the timeout. CUDA: make the current stream wait."""
