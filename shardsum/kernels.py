@@ -105,14 +105,14 @@ for _name, _fallback in (
     ("sum_padded", _sum_padded),
     ("sum_padded_device", _sum_padded_device),
     ("sum_masked", _sum_masked),
-    ("sum_checked", _refuse),
-    ("sum_checked.finish", _refuse),
-    ("sum_checked.tensor", _refuse),
-    ("sum_checked_new", _refuse),
-    ("sum_checked_new.finish", _refuse),
-    ("sum_checked_new.tensor", _refuse),
 ):
     _library.impl(_name, _fallback, "CompositeExplicitAutograd")
+
+# A batch would hide that it requires grad; modes and traces would record what has no fake and no fallback.
+for _name in ("sum_checked", "sum_checked_new"):
+    for _form in ("", ".finish", ".tensor"):
+        for _key in ("CompositeExplicitAutograd", "FuncTorchBatched", "Batched", "Python", "Tracer"):
+            _library.impl(_name + _form, _refuse, _key)
 
 # OpOverload.__call__ only forwards to _op, and costs a tenth of a small call.
 sum_rows = torch.ops.shardsum.sum_rows.default._op

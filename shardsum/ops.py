@@ -155,10 +155,6 @@ def _usual(
     """
     if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or forward_ad._current_level >= 0:
         return None
-    if torch._C._are_functorch_transforms_active():
-        return None  # vmap would hide that x requires grad
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
-        return None  # they would record an operator without a fake and without a fallback
     if (x.requires_grad and torch.is_grad_enabled()) or (op != "sum" and op != "mean"):
         return None
     if scale is not None and type(scale) is not float:
@@ -207,6 +203,8 @@ def _as_vector(lengths: list[int]) -> Tensor | None:
     if vector is None:
         lengths = marshal.loads(key)  # not what another thread may have written since
         if not _INTS.issuperset(map(type, lengths)) or max(map(abs, lengths)) >= 1 << 63:
+            return None
+        if torch._C._are_functorch_transforms_active():  # a tensor made here would end with the transform
             return None
         if len(_vectors) >= _MAX_VECTORS:
             _vectors.clear()

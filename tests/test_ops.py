@@ -401,11 +401,12 @@ def test_a_batch_of_gradients_goes_backward_at_once(call) -> None:
 # torch.library and torch.compile
 
 
-def test_what_jit_records_runs_without_the_native_library() -> None:
-    x = random_values((12, 6), torch.float32, 0)
-    traced = torch.jit.trace(lambda x: shardsum.ragged_sum(x, [3] * 12), x)
+@pytest.mark.parametrize("num_ranks", [4, 12])
+def test_what_jit_records_runs_without_the_native_library(num_ranks: int) -> None:
+    x, lengths = random_values((num_ranks, 6), torch.float32, 0), [3] * num_ranks
+    traced = torch.jit.trace(lambda x: shardsum.ragged_sum(x, lengths), x)
     assert "sum_checked" not in str(traced.graph)
-    assert_same(traced(x), shardsum.ragged_sum(x, [3] * 12))
+    assert_same(traced(x), shardsum.ragged_sum(x, lengths))
 
 
 def test_what_make_fx_records_runs_on_fake_tensors() -> None:
