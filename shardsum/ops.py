@@ -1,23 +1,21 @@
 """Local ragged and masked sums: checks for users, registered operators for autograd and torch.compile.
 
 ``ragged_sum`` and ``masked_sum`` check their arguments and call a raw operator of :mod:`shardsum.kernels` directly when
-no gradient is needed (registered autograd costs 5 to 11 us a call even when unused). With a gradient, or while
-compiling, they go through the functional operators defined here, which have fake implementations and an autograd whose
-backward operators are linear maps too (so double backward works). Every backward result equals the adjoint loops of
-:mod:`shardsum.reference` bit for bit.
+no gradient is needed (:mod:`shardsum.usual` the fastest way, for what is called most). With a gradient, or while
+compiling, they go through the functional operators of :mod:`shardsum.operators`, which have fake implementations and an
+autograd whose backward operators are linear maps too (so double backward works). Every backward result equals the
+adjoint loops of :mod:`shardsum.reference` bit for bit.
 
 Shapes: R virtual ranks, S_MAX padded positions, ``*F`` any trailing shape; dim 0 of a shard is the sequence axis.
 """
 
 from __future__ import annotations
 
-import marshal
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import kernels, native, operators
 from .checks import (
@@ -33,13 +31,7 @@ from .checks import (
     overlap,
 )
 from .numerics import accumulator_dtype, check_op, resolve_out_dtype
-
-# torch.autograd.graph.increment_version without the checks of its argument.
-_increment_version = torch._C._increment_version
-_INTS = {int}
-_FEW = 8  # lengths that the dispatcher takes as a list faster than as a tensor
-_MAX_VECTORS = 256
-_vectors: dict[bytes, Tensor] = {}  # by what marshal makes of the list
+from .usual import usual_sum
 
 
 def ragged_sum(
@@ -88,7 +80,7 @@ def ragged_sum(
         raise ValueError("accumulate: needs out, the tensor to add to")
     if isinstance(shards, Tensor):
         if starts is None and not accumulate:
-            result = _usual(shards, lengths, size, op, scale, out_dtype, out)
+            result = usual_sum(shards, lengths, size, op, scale, out_dtype, out)
             if result is not None:
                 return result
         return _padded(shards, lengths, starts, size, op, scale, out_dtype, out, accumulate)
@@ -138,85 +130,6 @@ def masked_sum(
 
 
 # The checks
-
-
-def _usual(
-    x: Tensor,
-    lengths: Any,
-    size: int | None,
-    op: str,
-    scale: float | None,
-    out_dtype: torch.dtype | None,
-    out: Tensor | None,
-) -> Tensor | None:
-    """The usual call with as little Python as possible: the operator itself checks what it is given.
-
-    None where anything is unusual or wrong: the checks below then say what.
-    """
-    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or forward_ad._current_level >= 0:
-        return None
-    if (x.requires_grad and torch.is_grad_enabled()) or (op != "sum" and op != "mean"):
-        return None
-    if scale is not None and type(scale) is not float:
-        return None  # the operator would drop its gradient
-    if size is not None and (type(size) is not int or x.shape[1:2] != (size,)):
-        return None
-    if type(lengths) is list and len(lengths) > _FEW:
-        lengths = _as_vector(lengths)
-    listed = type(lengths) is list
-    if not (_INTS.issuperset(map(type, lengths)) if listed else _is_vector(lengths)):
-        return None  # the operator would read 3.7 in a Tensor as 3
-    native.load()
-    try:
-        if out is None and out_dtype is None:
-            return _usual_new(x, lengths, listed, op, scale)
-        if out is None:
-            out = x.new_empty(x.shape[1:], dtype=out_dtype)
-        elif out_dtype is not None or out.requires_grad:
-            return None
-        if listed and scale is None and op == "sum":
-            kernels.sum_checked(out, x, lengths)
-        else:
-            sum_into = kernels.sum_checked_finish if listed else kernels.sum_checked_tensor
-            sum_into(out, x, lengths, op == "mean", scale)
-    except (RuntimeError, TypeError, AttributeError):
-        return None
-    _increment_version((out,))
-    return out
-
-
-def _usual_new(x: Tensor, lengths: Any, listed: bool, op: str, scale: float | None) -> Tensor:
-    if listed and scale is None and op == "sum":
-        return kernels.sum_checked_new(x, lengths)
-    new_sum = kernels.sum_checked_new_finish if listed else kernels.sum_checked_new_tensor
-    return new_sum(x, lengths, op == "mean", scale)
-
-
-def _as_vector(lengths: list[int]) -> Tensor | None:
-    """Many ints as a tensor, None where something else is among them. In a list each costs the dispatcher 0.1 us; so
-    does every look at them here, and marshal tells values and types apart in one."""
-    try:
-        key = marshal.dumps(lengths, 2)
-    except ValueError:
-        return None
-    vector = _vectors.get(key)
-    if vector is None:
-        lengths = marshal.loads(key)  # not what another thread may have written since
-        if not _INTS.issuperset(map(type, lengths)) or max(map(abs, lengths)) >= 1 << 63:
-            return None
-        if torch._C._are_functorch_transforms_active():  # a tensor made here would end with the transform
-            return None
-        if len(_vectors) >= _MAX_VECTORS:
-            _vectors.clear()
-        vector = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-        if type(vector) is not Tensor:  # a mode makes its own here
-            return None
-        _vectors[key] = vector
-    return vector
-
-
-def _is_vector(lengths: Any) -> bool:
-    return type(lengths) is Tensor and lengths.is_cpu and lengths.dtype == torch.int64
 
 
 def _check_numerics(
@@ -402,5 +315,5 @@ def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
         return result
     if out is not result and (out.data_ptr() != result.data_ptr() or not out.is_contiguous()):
         return out.copy_(result)
-    _increment_version((out,))  # autograd must notice when it has saved the values that the kernel overwrote
+    torch._C._increment_version((out,))  # autograd must notice when it has saved the values that the kernel overwrote
     return out

@@ -14,7 +14,7 @@ LAYERS = [
     {"numerics", "layout", "bits", "checks", "documents", "building"},
     {"reference", "native"},
     {"kernels", "registry"},
-    {"operators"},
+    {"operators", "usual"},
     {"ops"},
     {"transports"},
     {"peers"},

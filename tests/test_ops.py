@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from values import B0_LENGTHS, B0_SUM, FLOATS, INTEGERS, assert_same, b0, random_values
 
 import shardsum
-from shardsum import bits, kernels, operators, ops, reference
+from shardsum import bits, kernels, operators, reference, usual
 from shardsum.numerics import resolve_out_dtype
 
 
@@ -538,7 +538,7 @@ def test_a_list_written_meanwhile_leaves_nothing_behind(monkeypatch: pytest.Monk
         return key
 
     monkeypatch.setattr(marshal, "dumps", dumps_then_write)
-    monkeypatch.setattr(ops, "_vectors", {})
+    monkeypatch.setattr(usual, "_vectors", {})
     shardsum.ragged_sum(x, meanwhile)
     monkeypatch.setattr(marshal, "dumps", dumps)
     assert_same(shardsum.ragged_sum(x, lengths), expected)

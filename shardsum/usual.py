@@ -1,0 +1,100 @@
+"""The usual call of ``ragged_sum`` with as little Python as possible: padded shards and host lengths, no starts, no
+gradient.
+
+The operators ``sum_checked`` check what they are given themselves (:mod:`shardsum.kernels`); they and this module
+refuse what is unusual or wrong without saying why. The checks of :mod:`shardsum.ops` then do.
+"""
+
+from __future__ import annotations
+
+import marshal
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import kernels, native
+
+# torch.autograd.graph.increment_version without the checks of its argument.
+_increment_version = torch._C._increment_version
+_INTS = {int}
+_FEW = 8  # lengths that the dispatcher takes as a list faster than as a tensor
+_MAX_VECTORS = 256
+_vectors: dict[bytes, Tensor] = {}  # by what marshal makes of the list
+
+
+def usual_sum(
+    x: Tensor,
+    lengths: Any,
+    size: int | None,
+    op: str,
+    scale: float | None,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor | None:
+    """The result (``out``, where given), or None where anything is unusual or wrong. Arguments as of ``ragged_sum``."""
+    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or forward_ad._current_level >= 0:
+        return None
+    if (x.requires_grad and torch.is_grad_enabled()) or (op != "sum" and op != "mean"):
+        return None
+    if scale is not None and type(scale) is not float:
+        return None  # the operator would drop its gradient
+    if size is not None and (type(size) is not int or x.shape[1:2] != (size,)):
+        return None
+    if type(lengths) is list and len(lengths) > _FEW:
+        lengths = _as_vector(lengths)
+    listed = type(lengths) is list
+    if not (_INTS.issuperset(map(type, lengths)) if listed else _is_vector(lengths)):
+        return None  # the operator would read 3.7 in a Tensor as 3
+    native.load()
+    try:
+        if out is None and out_dtype is None:
+            return _new_sum(x, lengths, listed, op, scale)
+        if out is None:
+            out = x.new_empty(x.shape[1:], dtype=out_dtype)
+        elif out_dtype is not None or out.requires_grad:
+            return None
+        if listed and scale is None and op == "sum":
+            kernels.sum_checked(out, x, lengths)
+        else:
+            sum_into = kernels.sum_checked_finish if listed else kernels.sum_checked_tensor
+            sum_into(out, x, lengths, op == "mean", scale)
+    except (RuntimeError, TypeError, AttributeError):
+        return None
+    _increment_version((out,))
+    return out
+
+
+def _new_sum(x: Tensor, lengths: Any, listed: bool, op: str, scale: float | None) -> Tensor:
+    if listed and scale is None and op == "sum":
+        return kernels.sum_checked_new(x, lengths)
+    new_sum = kernels.sum_checked_new_finish if listed else kernels.sum_checked_new_tensor
+    return new_sum(x, lengths, op == "mean", scale)
+
+
+def _as_vector(lengths: list[int]) -> Tensor | None:
+    """Many ints as a tensor, None where something else is among them. In a list each costs the dispatcher 0.1 us; so
+    does every look at them here, and marshal tells values and types apart in one."""
+    try:
+        key = marshal.dumps(lengths, 2)
+    except ValueError:
+        return None
+    vector = _vectors.get(key)
+    if vector is None:
+        lengths = marshal.loads(key)  # not what another thread may have written since
+        if not _INTS.issuperset(map(type, lengths)) or max(map(abs, lengths)) >= 1 << 63:
+            return None
+        if torch._C._are_functorch_transforms_active():  # a tensor made here would end with the transform
+            return None
+        if len(_vectors) >= _MAX_VECTORS:
+            _vectors.clear()
+        vector = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+        if type(vector) is not Tensor:  # a mode makes its own here
+            return None
+        _vectors[key] = vector
+    return vector
+
+
+def _is_vector(lengths: Any) -> bool:
+    return type(lengths) is Tensor and lengths.is_cpu and lengths.dtype == torch.int64
