@@ -105,7 +105,8 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--samples", type=int, default=9)
     arguments = parser.parse_args()
-    assert native.status().has_cuda, native.status().reason
+    if not (torch.cuda.is_available() and native.status().has_cuda):
+        raise SystemExit(f"gpu_kernel: needs a GPU and CUDA kernels ({native.status().reason})")
     report = Report(arguments.json, environment() | {"device": "cuda"})
     bench = Bench(report, "cuda", arguments.samples)
     none, compiled = Baselines(()), Baselines(("compile",))

@@ -360,6 +360,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--tuning", default="{}", help="fields of peer_plan.Tuning as a JSON object")
     args = parser.parse_args()
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        raise SystemExit("peer_bench: needs a GPU for every process")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     native.load()

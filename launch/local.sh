@@ -9,6 +9,7 @@ cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
 
 if [ ! -x "$venv/bin/shardsum" ]; then
+    echo "setting up $venv: torch and the package, a minute or two" >&2
     python3 -m venv "$venv"
     # torch first and by name: left to a dependency range, pip takes the newest CUDA build of several GB.
     "$venv/bin/python" -c "import torch" 2>/dev/null || "$venv/bin/python" -m pip install --quiet "${TORCH:-torch==2.13.0}" numpy

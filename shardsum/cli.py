@@ -96,7 +96,12 @@ def _compare(options: Namespace) -> int:
 def _build(options: Namespace) -> int:
     from . import native
 
-    print(native.build())
+    print("building the native library; with nvcc, CUDA kernels too, which takes minutes", file=sys.stderr)
+    try:
+        print(native.build())
+    except RuntimeError as error:  # no compiler, or what it says
+        print(f"shardsum: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
