@@ -54,6 +54,11 @@ bool can_return(DType in, DType out) {
 
 bool is_floating(DType dtype) { return dtype <= DType::kFloat64; }
 
+// Of a sum, where nobody asks for another.
+int32_t sum_dtype_code(const TensorView& x) {
+  return is_floating(dtype_of(x)) ? x.dtype_code() : aoti_torch_dtype_int64();
+}
+
 SumArgs describe(const TensorView& out, const TensorView& in, int64_t num_rows, const Finish& finish) {
   SumArgs args{dtype_of(in), dtype_of(out), num_rows};
   STD_TORCH_CHECK(can_return(args.in_dtype, args.out_dtype), "shardsum: this pair of dtypes has no sum");
@@ -98,17 +103,16 @@ void check_padded(const TensorView& x, const SumArgs& args) {
   STD_TORCH_CHECK(x.is_contiguous_from(1), "shardsum: x[r] is not contiguous");
 }
 
-// A new contiguous tensor of the shape and on the device of x[0].
-StableIValue empty_row_of(const TensorView& x, int32_t dtype_code) {
-  Table<int64_t, 16> strides(x.dim());
+// A new contiguous tensor of the shape sizes[0..dim) on the device of x.
+StableIValue empty_on(const TensorView& x, const int64_t* sizes, int64_t dim, int32_t dtype_code) {
+  Table<int64_t, 16> strides(dim);
   int64_t stride = 1;
-  for (int64_t d = x.dim() - 1; d > 0; --d) {
+  for (int64_t d = dim - 1; d >= 0; --d) {
     strides[d] = stride;
-    stride *= std::max<int64_t>(x.size(d), 1);
+    stride *= std::max<int64_t>(sizes[d], 1);
   }
   AtenTensorHandle handle = nullptr;
-  check(aoti_torch_empty_strided(x.dim() - 1, x.sizes() + 1, strides.data() + 1, dtype_code, x.device_type(),
-                                 x.device_index(), &handle),
+  check(aoti_torch_empty_strided(dim, sizes, strides.data(), dtype_code, x.device_type(), x.device_index(), &handle),
         "empty");
   return torch::stable::detail::from(handle);
 }
@@ -267,8 +271,79 @@ void sum_checked_new(StableIValue* stack, uint64_t, uint64_t) {
   const Finish finish = kPlain ? Finish{} : take_mean_scale(stack + 2);
   const TensorView x = x_arg.view();
   check_sum<Device>(x, lengths.size(), finish);
-  TensorArg out(empty_row_of(x, is_floating(dtype_of(x)) ? x.dtype_code() : aoti_torch_dtype_int64()));
+  TensorArg out(empty_on(x, x.sizes() + 1, x.dim() - 1, sum_dtype_code(x)));
   sum_padded_rows<Device>(out.view(), x, nullptr, lengths.data(), finish);
+  stack[0] = out.release();
+}
+
+// Fills the table with the shards of a list, all of which start at 0; returns the longest one's length.
+template <class Device>
+int64_t list_shards(TensorListArg& shards, const Finish& finish, Table<Row>& table) {
+  STD_TORCH_CHECK(shards.size() > 0, "shardsum: no shards");
+  const TensorView first = shards[0];
+  STD_TORCH_CHECK(is_floating(dtype_of(first)) || !(finish.mean || finish.has_scale), "shardsum: no mean of integers");
+  const int64_t width = first.width();
+  int64_t longest = 0;
+  for (int64_t r = 0; r < shards.size(); ++r) {
+    const TensorView shard = shards[r];
+    bool same = shard.dim() >= 1 && shard.dim() == first.dim() && shard.dtype_code() == first.dtype_code() &&
+                Device::owns(shard) && shard.device_index() == first.device_index();
+    for (int64_t d = 1; same && d < shard.dim(); ++d) same = shard.size(d) == first.size(d);
+    STD_TORCH_CHECK(same, "shardsum: shard ", r, " differs from the first in trailing shape, dtype or device");
+    STD_TORCH_CHECK(shard.is_contiguous(), "shardsum: shard ", r, " is not contiguous");
+    const int64_t length = shard.size(0);
+    longest = std::max(longest, length);
+    table[r] = length > 0 ? Row{shard.data(), 0, length * width} : Row{nullptr, 0, 0};
+  }
+  return longest;
+}
+
+void check_apart(const SumArgs& args, const Row* rows) {
+  const auto out = reinterpret_cast<uintptr_t>(args.out);
+  const uintptr_t out_end = out + args.size * args.width * element_size(args.out_dtype);
+  for (int64_t r = 0; r < args.num_rows; ++r) {
+    const auto row = reinterpret_cast<uintptr_t>(rows[r].data);
+    const uintptr_t row_end = row + rows[r].end * element_size(args.in_dtype);
+    STD_TORCH_CHECK(row == row_end || out == out_end || row >= out_end || out >= row_end,
+                    "shardsum: out shares memory with shard ", r);
+  }
+}
+
+// sum_checked.list(Tensor(a!) out, Tensor[] shards, int size, bool mean, float? scale); size -1: the longest shard's
+template <class Device>
+void sum_checked_list(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg out_arg(stack[0]);
+  TensorListArg shards(stack[1]);
+  const auto size = torch::stable::detail::to<int64_t>(stack[2]);
+  const Finish finish = take_mean_scale(stack + 3);
+  const TensorView out = out_arg.view();
+  Table<Row> rows(shards.size());
+  const int64_t longest = list_shards<Device>(shards, finish, rows);
+  const TensorView first = shards[0];
+  STD_TORCH_CHECK(Device::owns(out) && out.device_index() == first.device_index(),
+                  "shardsum: out is on another device");
+  const SumArgs args = describe(out, first, shards.size(), finish);
+  bool same = out.dim() == first.dim() && args.size == (size < 0 ? longest : size) && args.size >= longest;
+  for (int64_t d = 1; same && d < out.dim(); ++d) same = out.size(d) == first.size(d);
+  STD_TORCH_CHECK(same, "shardsum: out has another shape than the result");
+  check_apart(args, rows.data());
+  if (args.size * args.width > 0) Device(out).sum_rows(args, rows.data());
+}
+
+// sum_checked_new.list(Tensor[] shards, bool mean, float? scale) -> Tensor
+template <class Device>
+void sum_checked_new_list(StableIValue* stack, uint64_t, uint64_t) {
+  TensorListArg shards(stack[0]);
+  const Finish finish = take_mean_scale(stack + 1);
+  Table<Row> rows(shards.size());
+  const int64_t longest = list_shards<Device>(shards, finish, rows);
+  const TensorView first = shards[0];
+  Table<int64_t, 16> sizes(first.dim());
+  std::copy(first.sizes(), first.sizes() + first.dim(), sizes.data());
+  sizes[0] = longest;
+  TensorArg out(empty_on(first, sizes.data(), first.dim(), sum_dtype_code(first)));
+  const SumArgs args = describe(out.view(), first, shards.size(), finish);
+  if (args.size * args.width > 0) Device(out.view()).sum_rows(args, rows.data());
   stack[0] = out.release();
 }
 
@@ -361,9 +436,11 @@ void register_operators(torch::stable::detail::StableLibrary& m) {
   m.impl("sum_checked", &sum_checked<Device, IntListArg, true>);
   m.impl("sum_checked.finish", &sum_checked<Device, IntListArg, false>);
   m.impl("sum_checked.tensor", &sum_checked<Device, IntTensorArg, false>);
+  m.impl("sum_checked.list", &sum_checked_list<Device>);
   m.impl("sum_checked_new", &sum_checked_new<Device, IntListArg, true>);
   m.impl("sum_checked_new.finish", &sum_checked_new<Device, IntListArg, false>);
   m.impl("sum_checked_new.tensor", &sum_checked_new<Device, IntTensorArg, false>);
+  m.impl("sum_checked_new.list", &sum_checked_new_list<Device>);
 }
 
 }  // namespace

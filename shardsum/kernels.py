@@ -15,7 +15,8 @@ sum_masked         mask is bool ``(R, size)``, or int32 words ``(R, ceil(size / 
 
 Two more are for the usual call with as little Python as possible: ``sum_checked`` is ``sum_padded`` without starts into
 any ``out``, and ``sum_checked_new`` allocates the result. Each argument costs a tenth of a microsecond or more, hence
-the forms (``_finish``) with mean and scale; a CPU int64 tensor of lengths (``_tensor``) less than a list. They check
+the forms (``_finish``) with mean and scale; a CPU int64 tensor of lengths (``_tensor``) less than a list. ``_list``
+takes whole shards, all from position 0, and ``size`` positions of ``out`` (-1: the longest shard's). They check
 everything themselves except gradients, raise a RuntimeError that says little where a call is bad or unusual, and have
 no fallback.
 
@@ -40,9 +41,11 @@ for _schema in (
     "sum_checked(Tensor(a!) out, Tensor x, int[] lengths) -> ()",
     "sum_checked.finish(Tensor(a!) out, Tensor x, int[] lengths, bool mean, float? scale) -> ()",
     "sum_checked.tensor(Tensor(a!) out, Tensor x, Tensor lengths, bool mean, float? scale) -> ()",
+    "sum_checked.list(Tensor(a!) out, Tensor[] shards, int size, bool mean, float? scale) -> ()",
     "sum_checked_new(Tensor x, int[] lengths) -> Tensor",
     "sum_checked_new.finish(Tensor x, int[] lengths, bool mean, float? scale) -> Tensor",
     "sum_checked_new.tensor(Tensor x, Tensor lengths, bool mean, float? scale) -> Tensor",
+    "sum_checked_new.list(Tensor[] shards, bool mean, float? scale) -> Tensor",
 ):
     _library.define(_schema)
 
@@ -110,7 +113,7 @@ for _name, _fallback in (
 
 # A batch would hide that it requires grad; modes and traces would record what has no fake and no fallback.
 for _name in ("sum_checked", "sum_checked_new"):
-    for _form in ("", ".finish", ".tensor"):
+    for _form in ("", ".finish", ".tensor", ".list"):
         for _key in ("CompositeExplicitAutograd", "FuncTorchBatched", "Batched", "Python", "Tracer"):
             _library.impl(_name + _form, _refuse, _key)
 
@@ -122,6 +125,8 @@ sum_masked = torch.ops.shardsum.sum_masked.default._op
 sum_checked = torch.ops.shardsum.sum_checked.default._op
 sum_checked_tensor = torch.ops.shardsum.sum_checked.tensor._op
 sum_checked_finish = torch.ops.shardsum.sum_checked.finish._op
+sum_checked_list = torch.ops.shardsum.sum_checked.list._op
 sum_checked_new = torch.ops.shardsum.sum_checked_new.default._op
 sum_checked_new_tensor = torch.ops.shardsum.sum_checked_new.tensor._op
 sum_checked_new_finish = torch.ops.shardsum.sum_checked_new.finish._op
+sum_checked_new_list = torch.ops.shardsum.sum_checked_new.list._op

@@ -31,7 +31,7 @@ from .checks import (
     overlap,
 )
 from .numerics import accumulator_dtype, check_op, resolve_out_dtype
-from .usual import usual_sum
+from .usual import usual_list_sum, usual_sum
 
 
 def ragged_sum(
@@ -84,6 +84,10 @@ def ragged_sum(
             if result is not None:
                 return result
         return _padded(shards, lengths, starts, size, op, scale, out_dtype, out, accumulate)
+    if lengths is None and starts is None and not accumulate:
+        result = usual_list_sum(shards, size, op, scale, out_dtype, out)
+        if result is not None:
+            return result
     return _listed(shards, lengths, starts, size, op, scale, out_dtype, out, accumulate)
 
 

@@ -1,5 +1,5 @@
-"""The usual call of ``ragged_sum`` with as little Python as possible: padded shards and host lengths, no starts, no
-gradient.
+"""The usual calls of ``ragged_sum`` with as little Python as possible: padded shards and host lengths, or a list of
+whole shards; no starts, no gradient.
 
 The operators ``sum_checked`` check what they are given themselves (:mod:`shardsum.kernels`); they and this module
 refuse what is unusual or wrong without saying why. The checks of :mod:`shardsum.ops` then do.
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import kernels, native
+from .numerics import resolve_out_dtype
 
 # torch.autograd.graph.increment_version without the checks of its argument.
 _increment_version = torch._C._increment_version
@@ -61,6 +62,35 @@ def usual_sum(
             sum_into = kernels.sum_checked_finish if listed else kernels.sum_checked_tensor
             sum_into(out, x, lengths, op == "mean", scale)
     except (RuntimeError, TypeError, AttributeError):
+        return None
+    _increment_version((out,))
+    return out
+
+
+def usual_list_sum(
+    shards: Any, size: int | None, op: str, scale: float | None, out_dtype: torch.dtype | None, out: Tensor | None
+) -> Tensor | None:
+    """The same for whole shards in a list or tuple."""
+    if not isinstance(shards, (list, tuple)) or {*map(type, shards)} != {Tensor} or forward_ad._current_level >= 0:
+        return None
+    if torch.compiler.is_dynamo_compiling() or (torch.is_grad_enabled() and any([x.requires_grad for x in shards])):
+        return None
+    if (op != "sum" and op != "mean") or (scale is not None and type(scale) is not float):
+        return None
+    if size is not None and (type(size) is not int or size < 0):
+        return None
+    native.load()
+    try:
+        if out is None and out_dtype is None and size is None:
+            return kernels.sum_checked_new_list(shards, op == "mean", scale)
+        if out is None:
+            size = max([x.shape[0] for x in shards]) if size is None else size
+            dtype = resolve_out_dtype(shards[0].dtype, out_dtype)
+            out = shards[0].new_empty((size, *shards[0].shape[1:]), dtype=dtype)
+        elif out_dtype is not None or out.requires_grad:
+            return None
+        kernels.sum_checked_list(out, shards, -1 if size is None else size, op == "mean", scale)
+    except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):
         return None
     _increment_version((out,))
     return out

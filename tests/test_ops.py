@@ -88,6 +88,23 @@ def test_the_usual_call_equals_reference(p: dict, stride: int | None) -> None:
         assert_same(out, expected)
 
 
+@settings(deadline=None, max_examples=200)
+@given(problems(), st.sampled_from([None, 1, 3]), st.sampled_from([list, tuple]), st.booleans())
+def test_whole_shards_equal_reference(p: dict, stride: int | None, form: type, sized: bool) -> None:
+    """A list of shards that all start at 0; ``stride``: into an ``out`` whose elements lie so far apart."""
+    kwargs = p["kwargs"] | ({"size": p["size"]} if sized else {})
+    rows = form([laid_out(p["x"][r : r + 1, :n], p["layout"])[0] for r, n in enumerate(p["lengths"])])
+    size = p["size"] if sized else max(p["lengths"])
+    expected = reference.ragged_sum(rows, [0] * len(rows), size, **p["kwargs"])
+    if stride is None:
+        assert_same(shardsum.ragged_sum(rows, **kwargs), expected)
+        return
+    out = torch.full((expected.numel() * stride,), 77, dtype=expected.dtype)[::stride].view(expected.shape)
+    del kwargs["out_dtype"]
+    assert shardsum.ragged_sum(rows, **kwargs, out=out) is out
+    assert_same(out, expected)
+
+
 @settings(deadline=None, max_examples=100)
 @given(problems(), st.integers(0, 10**6))
 def test_masked_sum_equals_reference(p: dict, seed: int) -> None:
@@ -330,6 +347,54 @@ def test_the_operator_of_the_usual_call_checks_everything(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"shardsum: |no native kernel"):
         kernels.sum_checked_tensor(target, shards, torch.tensor(lengths, dtype=torch.int64), *(end or (False, None)))
     assert (out == 77).all() and torch.equal(x, before)
+
+
+UNFIT_LISTS = {
+    "out of another shape": lambda rows, out: (out[:5], rows, -1),
+    "out shorter than a shard": lambda rows, out: (out[:3], rows, 3),
+    "another size than out": lambda rows, out: (out, rows, 7),
+    "another trailing shape": lambda rows, out: (out, [rows[0], rows[1][:, None]], -1),
+    "another dtype": lambda rows, out: (out, [rows[0], rows[1].double()], -1),
+    "a strided shard": lambda rows, out: (out[:3], [rows[0][::2], rows[1][:3]], -1),
+    "a scalar": lambda rows, out: (out[:1], [rows[0][0]], -1),
+    "no shards": lambda rows, out: (out, [], -1),
+    "a strided out": lambda rows, out: (torch.full((12,), 77.0)[::2], rows, -1),
+    "integer out": lambda rows, out: (out.long(), rows, -1),
+    "a shard as out": lambda rows, out: (rows[1], rows, -1),
+    "out across two shards": lambda rows, out: (rows[0]._base.view(-1)[3:9], rows, -1),
+    "mean of integers": lambda rows, out: (out.long(), [r.long() for r in rows], -1, True, None),
+    "scaled integers": lambda rows, out: (out.long(), [r.long() for r in rows], -1, False, 2.0),
+    "a dtype without kernel": lambda rows, out: (out, [r.to(torch.complex64) for r in rows], -1),
+    "a sparse shard": lambda rows, out: (out, [rows[0], rows[1].to_sparse()], -1),
+    "a shard without memory": lambda rows, out: (out, [rows[0], rows[1].to("meta")], -1),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT_LISTS)
+def test_the_operator_of_whole_shards_checks_everything(name: str) -> None:
+    x, out = b0(), torch.full((6,), 77.0)
+    before = x.clone()
+    target, shards, size, *end = UNFIT_LISTS[name](list(x), out)
+    with pytest.raises(RuntimeError, match=r"shardsum: |no native kernel|NotImplemented|Could not run"):
+        kernels.sum_checked_list(target, shards, size, *(end or (False, None)))
+    assert (out == 77).all() and torch.equal(x, before)
+
+
+def test_whole_shards_that_are_unusual() -> None:
+    rows, want = [b0()[r, :n] for r, n in enumerate(B0_LENGTHS)], torch.tensor(B0_SUM)
+    assert torch.equal(shardsum.ragged_sum([torch._neg_view(r.neg()) for r in rows]), want)
+    with torch.no_grad():
+        assert torch.equal(shardsum.ragged_sum([r.clone().requires_grad_() for r in rows]), want)
+    assert shardsum.ragged_sum([r.clone().requires_grad_() for r in rows]).requires_grad
+    assert torch.equal(shardsum.ragged_sum(rows, size=8), torch.tensor([*B0_SUM, 0, 0]))
+    batch = [torch.stack([r, 2 * r]) for r in b0()]
+    with pytest.raises(RuntimeError, match="Batching rule"):  # and not a kernel that takes the batch for a shard
+        torch.func.vmap(lambda *rows: shardsum.ragged_sum(rows))(*batch)
+    for wrong in ([], [rows[0], None], iter(rows), [rows[0], rows[1].double()]):
+        with pytest.raises(ValueError, match="shards: "):
+            shardsum.ragged_sum(wrong)
+    with pytest.raises(ValueError, match="beyond size 2"):
+        shardsum.ragged_sum(rows, size=2)
 
 
 def test_lengths_of_other_number_types() -> None:
