@@ -1,0 +1,45 @@
+"""Random problems of the local sums: shards in every dtype and layout, bounds, numerics."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from values import FLOATS, INTEGERS, random_values
+
+from shardsum.numerics import resolve_out_dtype
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict:
+    num_ranks = draw(st.integers(1, 9))
+    capacity = draw(st.integers(0, 7))
+    size = draw(st.integers(0, 9))
+    lengths = [draw(st.integers(0, min(capacity, size))) for _ in range(num_ranks)]
+    starts = [draw(st.integers(0, size - n)) for n in lengths]
+    dtype = draw(st.sampled_from(FLOATS + INTEGERS))
+    op = draw(st.sampled_from(["sum", "mean"])) if dtype.is_floating_point else "sum"
+    scale = draw(st.sampled_from([None, 0.1, -3.0])) if dtype.is_floating_point else None
+    wanted = draw(st.sampled_from([None, *FLOATS]))
+    try:
+        out_dtype = resolve_out_dtype(dtype, wanted)
+    except ValueError:
+        out_dtype = resolve_out_dtype(dtype, None)
+    # Wide positions take another CPU kernel than narrow ones.
+    trailing = draw(st.sampled_from([(), (1,), (3,), (8,), (33,), (2, 5), (0,), (200,)]))
+    x = random_values((num_ranks, capacity, *trailing), dtype, draw(st.integers(0, 10**6)))
+    return dict(
+        x=x, lengths=lengths, starts=starts, size=size,
+        layout=draw(st.sampled_from(["dense", "offset", "strided", "transposed"])),
+        kwargs=dict(op=op, scale=scale, out_dtype=out_dtype),
+    )  # fmt: skip
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in other memory: shifted by one element, every second row of a larger buffer, or transposed."""
+    if layout == "offset":
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    if layout == "strided":
+        return torch.stack([x, torch.zeros_like(x)], 2).flatten(1, 2)[:, ::2] if x.dim() > 1 and x.numel() else x
+    if layout == "transposed" and x.dim() > 2:
+        return x.transpose(1, -1).contiguous().transpose(1, -1)
+    return x

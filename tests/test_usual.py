@@ -1,0 +1,189 @@
+"""The usual calls of ragged_sum, which skip most of Python: same bits, and nothing unusual slips through."""
+
+from __future__ import annotations
+
+import marshal
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import laid_out, problems
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from values import B0_LENGTHS, B0_SUM, assert_same, b0, random_values
+
+import shardsum
+from shardsum import kernels, reference, usual
+
+
+@settings(deadline=None, max_examples=200)
+@given(problems(), st.sampled_from([None, 1, 3]))
+def test_the_usual_call_equals_reference(p: dict, stride: int | None) -> None:
+    """Padded shards and a list of lengths; ``stride``: into an ``out`` whose elements lie so far apart."""
+    x, lengths, kwargs = laid_out(p["x"], p["layout"]), p["lengths"], p["kwargs"]
+    rows = [x[r, :n] for r, n in enumerate(lengths)]
+    expected = reference.ragged_sum(rows, [0] * len(rows), x.shape[1], **kwargs)
+    for form in (lengths, torch.tensor(lengths), torch.tensor([lengths, lengths]).t()[:, 0]):
+        if stride is None:
+            assert_same(shardsum.ragged_sum(x, form, **kwargs), expected)
+            continue
+        out = torch.full((expected.numel() * stride,), 77, dtype=expected.dtype)[::stride].view(expected.shape)
+        assert shardsum.ragged_sum(x, form, op=kwargs["op"], scale=kwargs["scale"], out=out) is out
+        assert_same(out, expected)
+
+
+@settings(deadline=None, max_examples=200)
+@given(problems(), st.sampled_from([None, 1, 3]), st.sampled_from([list, tuple]), st.booleans())
+def test_whole_shards_equal_reference(p: dict, stride: int | None, form: type, sized: bool) -> None:
+    """A list of shards that all start at 0; ``stride``: into an ``out`` whose elements lie so far apart."""
+    kwargs = p["kwargs"] | ({"size": p["size"]} if sized else {})
+    rows = form([laid_out(p["x"][r : r + 1, :n], p["layout"])[0] for r, n in enumerate(p["lengths"])])
+    size = p["size"] if sized else max(p["lengths"])
+    expected = reference.ragged_sum(rows, [0] * len(rows), size, **p["kwargs"])
+    if stride is None:
+        assert_same(shardsum.ragged_sum(rows, **kwargs), expected)
+        return
+    out = torch.full((expected.numel() * stride,), 77, dtype=expected.dtype)[::stride].view(expected.shape)
+    del kwargs["out_dtype"]
+    assert shardsum.ragged_sum(rows, **kwargs, out=out) is out
+    assert_same(out, expected)
+
+
+UNFIT = {
+    "too long": lambda x, out: (out, x, [7, 1, 1, 1]),
+    "negative": lambda x, out: (out, x, [-1, 1, 1, 1]),
+    "too few lengths": lambda x, out: (out, x, [1, 1, 1]),
+    "no rows": lambda x, out: (out, x[:0], []),
+    "no positions": lambda x, out: (out[0], x[0], [1] * 6),
+    "short out": lambda x, out: (out[:5], x, [1] * 4),
+    "long out": lambda x, out: (torch.full((7,), 77.0), x, [1] * 4),
+    "another shape": lambda x, out: (out.view(3, 2), x, [1] * 4),
+    "another trailing shape": lambda x, out: (out.view(3, 2), x.view(4, 2, 3), [1] * 4),
+    "strided out": lambda x, out: (torch.full((12,), 77.0)[::2], x, [1] * 4),
+    "expanded out": lambda x, out: (out[:1].expand(6), x, [1] * 4),
+    "integer out": lambda x, out: (out.long(), x, [1] * 4),
+    "a row as out": lambda x, out: (x[3], x, [1] * 4),
+    "out across two rows": lambda x, out: (x.view(-1)[15:21], x, [1] * 4),
+    "x inside out": lambda x, out: (x.view(-1)[:16], x.as_strided((1, 16), (1, 1), 8), [1]),
+    "transposed x": lambda x, out: (out.view(2, 3), x.view(4, 3, 2).transpose(1, 2), [1] * 4),
+    "mean of integers": lambda x, out: (out.long(), x.long(), [1] * 4, True, None),
+    "scaled integers": lambda x, out: (out.long(), x.long(), [1] * 4, False, 2.0),
+    "a dtype without kernel": lambda x, out: (out, x.to(torch.complex64), [1] * 4),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_the_operator_of_the_usual_call_checks_everything(name: str) -> None:
+    out, x = torch.full((6,), 77.0), b0()
+    before = x.clone()
+    call = UNFIT[name](x, out)
+    target, shards, lengths, *end = call
+    with pytest.raises(RuntimeError, match=r"shardsum: |no native kernel"):
+        kernels.sum_checked(*call) if not end else kernels.sum_checked_finish(*call)
+    with pytest.raises(RuntimeError, match=r"shardsum: |no native kernel"):
+        kernels.sum_checked_tensor(target, shards, torch.tensor(lengths, dtype=torch.int64), *(end or (False, None)))
+    assert (out == 77).all() and torch.equal(x, before)
+
+
+UNFIT_LISTS = {
+    "out of another shape": lambda rows, out: (out[:5], rows, -1),
+    "out shorter than a shard": lambda rows, out: (out[:3], rows, 3),
+    "another size than out": lambda rows, out: (out, rows, 7),
+    "another trailing shape": lambda rows, out: (out, [rows[0], rows[1][:, None]], -1),
+    "another dtype": lambda rows, out: (out, [rows[0], rows[1].double()], -1),
+    "a strided shard": lambda rows, out: (out[:3], [rows[0][::2], rows[1][:3]], -1),
+    "a scalar": lambda rows, out: (out[:1], [rows[0][0]], -1),
+    "no shards": lambda rows, out: (out, [], -1),
+    "a strided out": lambda rows, out: (torch.full((12,), 77.0)[::2], rows, -1),
+    "integer out": lambda rows, out: (out.long(), rows, -1),
+    "a shard as out": lambda rows, out: (rows[1], rows, -1),
+    "out across two shards": lambda rows, out: (rows[0]._base.view(-1)[3:9], rows, -1),
+    "mean of integers": lambda rows, out: (out.long(), [r.long() for r in rows], -1, True, None),
+    "scaled integers": lambda rows, out: (out.long(), [r.long() for r in rows], -1, False, 2.0),
+    "a dtype without kernel": lambda rows, out: (out, [r.to(torch.complex64) for r in rows], -1),
+    "a sparse shard": lambda rows, out: (out, [rows[0], rows[1].to_sparse()], -1),
+    "a shard without memory": lambda rows, out: (out, [rows[0], rows[1].to("meta")], -1),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT_LISTS)
+def test_the_operator_of_whole_shards_checks_everything(name: str) -> None:
+    x, out = b0(), torch.full((6,), 77.0)
+    before = x.clone()
+    target, shards, size, *end = UNFIT_LISTS[name](list(x), out)
+    with pytest.raises(RuntimeError, match=r"shardsum: |no native kernel|NotImplemented|Could not run"):
+        kernels.sum_checked_list(target, shards, size, *(end or (False, None)))
+    assert (out == 77).all() and torch.equal(x, before)
+
+
+def test_whole_shards_that_are_unusual() -> None:
+    rows, want = [b0()[r, :n] for r, n in enumerate(B0_LENGTHS)], torch.tensor(B0_SUM)
+    assert torch.equal(shardsum.ragged_sum([torch._neg_view(r.neg()) for r in rows]), want)
+    with torch.no_grad():
+        assert torch.equal(shardsum.ragged_sum([r.clone().requires_grad_() for r in rows]), want)
+    assert shardsum.ragged_sum([r.clone().requires_grad_() for r in rows]).requires_grad
+    assert torch.equal(shardsum.ragged_sum(rows, size=8), torch.tensor([*B0_SUM, 0, 0]))
+    batch = [torch.stack([r, 2 * r]) for r in b0()]
+    with pytest.raises(RuntimeError, match="Batching rule"):  # and not a kernel that takes the batch for a shard
+        torch.func.vmap(lambda *rows: shardsum.ragged_sum(rows))(*batch)
+    for wrong in ([], [rows[0], None], iter(rows), [rows[0], rows[1].double()]):
+        with pytest.raises(ValueError, match="shards: "):
+            shardsum.ragged_sum(wrong)
+    with pytest.raises(ValueError, match="beyond size 2"):
+        shardsum.ragged_sum(rows, size=2)
+
+
+def test_lengths_of_other_number_types() -> None:
+    x = b0()
+    for other in (np.int64(2), torch.tensor(2)):
+        assert_same(shardsum.ragged_sum(x, [other, 1, 3, 4]), shardsum.ragged_sum(x, [int(other), 1, 3, 4]))
+    with pytest.raises(ValueError, match="lengths: expected 4 ints"):
+        shardsum.ragged_sum(x, [torch.tensor(2.5), 1, 3, 4])
+
+
+@pytest.mark.parametrize("num_ranks", [4, 12])
+def test_what_jit_records_runs_without_the_native_library(num_ranks: int) -> None:
+    x, lengths = random_values((num_ranks, 6), torch.float32, 0), [3] * num_ranks
+    traced = torch.jit.trace(lambda x: shardsum.ragged_sum(x, lengths), x)
+    assert "sum_checked" not in str(traced.graph)
+    assert_same(traced(x), shardsum.ragged_sum(x, lengths))
+
+
+def test_what_make_fx_records_runs_on_fake_tensors() -> None:
+    graph = make_fx(lambda x: shardsum.ragged_sum(x, B0_LENGTHS))(b0())
+    with FakeTensorMode() as mode:
+        assert graph(mode.from_tensor(b0())).shape == (6,)
+
+
+def test_many_lengths_are_kept_by_value_and_type() -> None:
+    x = random_values((12, 6), torch.float32, 0)
+    lengths = [1, 0, 6, 3, 2, 5, 1, 1, 4, 6, 0, 2]
+    for n in (1, 5, 1):  # the same list object with other values
+        lengths[3] = n
+        expected = reference.ragged_sum([x[r, :n] for r, n in enumerate(lengths)], [0] * 12, 6, out_dtype=x.dtype)
+        for out in (None, torch.empty(6)):
+            assert_same(shardsum.ragged_sum(x, lengths, out=out), expected)
+    for odd in (True, 1.0, np.float64(1), torch.tensor(1.0), "1", 1 << 70, -1, 7):
+        with pytest.raises(ValueError, match="lengths"):
+            shardsum.ragged_sum(x, [odd, *lengths[1:]])
+    assert_same(shardsum.ragged_sum(x, [np.int64(1), *lengths[1:]]), expected)
+
+
+def test_a_list_written_meanwhile_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, lengths = random_values((12, 6), torch.float32, 0), [6, 5, 4, 3, 2, 1] * 2
+    expected = shardsum.ragged_sum(x, tuple(lengths))
+    dumps, meanwhile = marshal.dumps, list(lengths)
+
+    def dumps_then_write(value: list[int], version: int) -> bytes:
+        key = dumps(value, version)
+        value[0] = 0  # as another thread may
+        return key
+
+    monkeypatch.setattr(marshal, "dumps", dumps_then_write)
+    monkeypatch.setattr(usual, "_vectors", {})
+    shardsum.ragged_sum(x, meanwhile)
+    monkeypatch.setattr(marshal, "dumps", dumps)
+    assert_same(shardsum.ragged_sum(x, lengths), expected)
