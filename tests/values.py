@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardsum import bits
+from shardsum import ShardGroup, bits
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.uint32]
@@ -14,6 +14,13 @@ B0_LENGTHS, B0_SUM = [3, 6, 0, 1], [70, 32, 34, 23, 24, 25]
 def b0(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The base case: R = 4, S_MAX = 6, x[r, j] = 10 (r + 1) + j."""
     return torch.tensor([[10 * (r + 1) + j for j in range(6)] for r in range(4)], dtype=dtype)
+
+
+def ones(
+    group: ShardGroup, rows: int = 2, dtype: torch.dtype = torch.float32, trailing: tuple = ()
+) -> list[torch.Tensor]:
+    """A shard of ones for each virtual rank that this process hosts."""
+    return [torch.ones((rows, *trailing), dtype=dtype) for _ in group.virtual_ranks]
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
