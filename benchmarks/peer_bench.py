@@ -151,7 +151,7 @@ class Bench:
         row_bytes = max(lengths) * WIDTH * 2
         moved = (self.world_size - 1) * row_bytes
         if call.shape.two_shot:
-            moved = (self.world_size - 1) * (row_bytes + size) // self.world_size
+            moved = 2 * (self.world_size - 1) * row_bytes // self.world_size  # zeros do not travel
         run = lambda i: call([outs[i % copies]], [mine[i % copies]], bounds)  # noqa: E731
         self.add(size, profile, f"peer {variant}", run, moved, wrong, host)
 
@@ -305,12 +305,12 @@ class Bench:
                     self.ours(size, profile, lengths, "pushed", None, host)
                 elif self.peer.layout.writes:  # rows in symmetric memory are written like any other
                     self.ours(size, profile, lengths, "written", None, host)
-                else:
+                elif self.world_size == 2:
                     self.ours(size, profile, lengths, "read", None, host)
                     self.ours(size, profile, lengths, "zero-copy", None, False)
                 if self.world_size > 2:
                     self.ours(size, profile, lengths, "one-shot", False, False)
-                    self.ours(size, profile, lengths, "two-shot", True, False)
+                    self.ours(size, profile, lengths, "two-shot", True, host)
                 if profile == "1.0":
                     self.theirs(size, profile, lengths, host)
             if 4 << 20 <= size <= 64 << 20:
@@ -322,7 +322,7 @@ class Bench:
         self.zero_copy = self.peer.empty((max(self.sizes) // 2,), torch.bfloat16)
         for size in self.sizes:
             lengths = [size // (2 * WIDTH)] * self.world_size
-            writes = self.peer.layout.writes
+            writes = self.peer.layout.writes or self.world_size > 2
             for producers, pieces, stretches in product((1, 2, 3), (4, 8, 16) if writes else (0,), (2, 4, 8, 16)):
                 shape = dict(write_pieces=pieces, write_stretches=stretches) if writes else dict(stretches=stretches)
                 self.peer.tuning = Tuning(producer_warps=producers, one_producer_bytes=0, **shape)
@@ -333,6 +333,8 @@ class Bench:
             lengths = [size // (2 * WIDTH)] * self.world_size
             self.ours(size, "1.0", lengths, "pushed", None, False)
             self.ours(size, "1.0", lengths, "one-shot", False, False)
+            if self.world_size > 2:
+                self.ours(size, "1.0", lengths, "two-shot", True, False)
 
 
 def write(path: Path, bench: Bench, rate: float) -> None:

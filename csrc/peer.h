@@ -7,7 +7,7 @@
 //     abort                                             uint64       nonzero once a peer has given up
 //     began    [num_processes]                          uint64       the last launch that each process has begun
 //     staging  [2 parities][staging_bytes]              slots of row_bytes: for each hosted virtual rank, or for all
-//     reduced  [2 parities][reduced_bytes]              two-shot: this process's part of the sum
+//     reduced  [2 parities][reduced_bytes]              two-shot: the sum of a chunk, written by all
 //     inbox    [2 parities][flag_ranks][inbox_row_bytes]  small sums: rows pushed by their owners
 //
 // and a private PeerControl. A call moves the flat elements [chunk_begin, chunk_end) of a range of size * width; see
@@ -29,8 +29,8 @@ struct RowFlag {
   uint64_t buffer, offset;  // 0: the row is in the staging slot; else buffer - 1 of the table, offset in 16 bytes
 };
 struct StageFlag {
-  uint64_t staged;   // pieces copied to staging
-  uint64_t reduced;  // two-shot: pieces summed
+  uint64_t staged;   // pieces copied or written to staging
+  uint64_t reduced;  // two-shot: pieces summed, and written to all
   uint64_t done;     // 1: this block reads no more of this launch
   uint64_t unused;
 };
@@ -82,14 +82,15 @@ struct alignas(16) PeerCall {
   DType in_dtype, out_dtype;
   int32_t in_bytes, out_bytes;  // of an element
   bool move;                    // copy bytes (both dtypes kUInt8; rows do not overlap) instead of summing
-  bool two_shot;                // needs one output [0, size) on every process
+  bool two_shot;                // needs one output [0, size) on every process, no move, and write
   bool push;                    // small sums of elements of 2 bytes and more: rows are pushed to the inboxes
-  bool write;                   // rows are written to their readers' staging, where every rank has a slot
+  bool write;                   // rows are written to their readers' staging, where every rank has a slot; in a
+                                // two-shot it holds of the row only what lies in that process's parts
   bool mean, has_scale;
   double scale;
 
   int64_t size, width;             // positions, elements per position
-  int64_t chunk_begin, chunk_end;  // elements; chunk_begin is a multiple of 16 bytes of elements
+  int64_t chunk_begin, chunk_end;  // elements; chunk_begin is a multiple of 16 elements
 
   // The tile map, equal on all processes: tile t is the elements [t, t + 1) * tile_elements of the chunk and belongs
   // to block t % num_blocks, whose j-th tile is in piece j / tiles_per_piece. A stretch is what one warp takes at a

@@ -75,16 +75,18 @@ def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
     assert shape.chunk >= total or shape.chunk % tiles.tile == 0
     assert shape.launches(m) * shape.chunk >= total
     assert tiles.tiles(shape.chunk) <= tiles.pieces(shape.chunk) * tiles.blocks * tiles.tiles_per_piece
-    # A row's part of a chunk, filled up to whole vectors at both ends, lies inside its slot.
-    assert min(m.longest * m.width, shape.chunk) * m.in_bytes + 32 <= layout.row_bytes
+    if shape.two_shot:  # a process's part of a chunk lies inside its slot, and the whole sum in its area
+        assert tiles.tiles(shape.chunk) * (tiles.tile // parts) * m.in_bytes <= layout.part_bytes
+        assert min(shape.chunk, total) * m.out_bytes <= layout.reduced_bytes
+        assert layout.num_ranks * layout.part_bytes <= layout.slots_bytes
+    else:  # a row's part of a chunk, filled up to whole vectors at both ends, lies inside its slot
+        assert min(m.longest * m.width, shape.chunk) * m.in_bytes + 32 <= layout.row_bytes
     if shape.push:
         groups = -(-total * m.in_bytes // peer_plan.PUSH_GROUP)
         assert shape.chunk >= total and groups * 2048 <= layout.inbox_row_bytes and m.in_bytes > 1
         assert tiles.blocks == min(groups, tuning.blocks, layout.max_blocks)
-    assert shape.write == (layout.writes and not shape.two_shot and not shape.push)
+    assert shape.write == (shape.two_shot or (layout.writes and not shape.push))
     assert 1 <= shape.producers <= tuning.producer_warps
-    if shape.two_shot:
-        assert tiles.tiles(shape.chunk) * (tiles.tile // parts) * m.out_bytes <= layout.reduced_bytes
 
 
 def test_every_tile_has_one_block_and_one_piece() -> None:
@@ -118,7 +120,9 @@ def test_regions_of_the_symmetric_block_are_apart_and_aligned(world_size: int, r
     ]
     assert ends == sorted(ends)
     assert at.stages_at == 2 * at.max_blocks * at.num_ranks * 32
-    assert at.reduced_at - at.staging_at == 2 * (world_size if writes else 1) * rows * at.row_bytes
+    assert at.reduced_at - at.staging_at == 2 * at.slots_bytes
+    assert at.slots_bytes >= (world_size if writes else 1) * rows * at.row_bytes  # one-shot
+    assert at.slots_bytes >= world_size * rows * at.part_bytes and at.part_bytes % 256 == 0  # two-shot
     assert all(n % 256 == 0 for n in (at.staging_at, at.slots_bytes, at.row_bytes, at.reduced_at, at.reduced_bytes))
 
 
@@ -171,7 +175,7 @@ def test_two_processes_write_what_they_do_not_push() -> None:
 
     assert shape_of(1 << 20).push and shape_of(1 << 10, move=True).write
     small, large, huge = (shape_of(n << 20) for n in (4, 16, 64))
-    assert small.write and large.write and huge.write and not shape_of(4 << 20, 4).write
+    assert small.write and large.write and huge.write and not shape_of(256 << 10, 4).write
     assert (small.producers, large.producers, huge.producers) == (1, 1, 2)
     assert [s.tiles.pieces(s.chunk) for s in (small, large, huge)] == [4, 8, 32]
     assert all(s.tiles.columns == 8 and s.tiles.blocks == 128 for s in (small, large, huge))

@@ -4,6 +4,7 @@
 #include "peer_block.cuh"
 #include "peer_push.h"
 #include "peer_sum.cuh"
+#include "peer_two_shot.h"
 #include "peer_write.cuh"
 
 namespace shardsum {
@@ -12,17 +13,6 @@ namespace {
 constexpr int kSignalWarp = 0, kWaitWarp = 1, kTicketWarp = 2;  // readers' roles between first copy and first read
 
 __device__ inline void producer_barrier(int warps) { asm volatile("bar.sync 1, %0;" ::"r"(warps * 32) : "memory"); }
-__device__ inline void reader_barrier(int warps) { asm volatile("bar.sync 2, %0;" ::"r"(warps * 32) : "memory"); }
-__device__ inline bool reader_barrier_or(int warps, bool mine) {
-  int any;
-  asm volatile(
-      "{\n\t.reg .pred p, q;\n\tsetp.ne.s32 p, %2, 0;\n\tbarrier.cta.red.or.pred q, 2, %1, p;\n\t"
-      "selp.s32 %0, 1, 0, q;\n\t}"
-      : "=r"(any)
-      : "r"(warps * 32), "r"(int(mine))
-      : "memory");
-  return any != 0;
-}
 
 // ---- row flags, by one warp
 // ------------------------------------------------------------------------------------------
@@ -62,97 +52,47 @@ __device__ __forceinline__ void produce_rest(const PeerCall& c, const Shared& s)
   }
 }
 
-// What one warp takes at a time: elements [lo, hi) of those from `first` on, in `tile`.
-struct Stretch {
-  int64_t tile, first, lo, hi;
-};
-
-// The w-th stretch of a process's part of a piece, cut to [begin, end). Only in a two-shot are there several parts.
-__device__ __forceinline__ Stretch stretch_of(const PeerCall& c, int piece, int w, int part, int64_t begin,
-                                              int64_t end) {
-  const int j = int(w * c.part_reciprocal >> 32);  // w / part_stretches
-  Stretch x;
-  x.tile = tile_of(c, piece, j);
-  x.first =
-      c.chunk_begin + x.tile * c.tile_elements + ((part - j) * c.part_stretches + w) * int64_t(c.stretch_elements);
-  x.lo = max(x.first, begin);
-  x.hi = min(min(x.first + c.stretch_elements, end), c.chunk_end);
-  return x;
-}
-
-// Where element 0 would be, of the part of `tile` that `process` has summed.
-__device__ __forceinline__ char* reduced_origin(const PeerCall& c, const Shared& s, int process, int64_t tile) {
-  const int64_t part = int64_t(c.part_stretches) * c.stretch_elements;
-  const int64_t begin = c.chunk_begin + tile * c.tile_elements + process * part;
-  return c.base[process] + c.reduced_at + parity_of(s.epoch) * c.reduced_bytes + (tile * part - begin) * c.out_bytes;
-}
-
 // What a reader does in a pass over the stretches.
 enum Which { kNear, kFar, kBoth };  // those of near rows only (or none), which wait for nobody; the others
 
-// Sums one stretch: into output q, or (two-shot) where the others will pull it from. `known`: how many pieces
-// the warp knows to be staged everywhere. False: the group has failed.
+// Sums one stretch into output q. `known`: how many pieces the warp knows to be staged everywhere. False: the group has
+// failed.
 __device__ __forceinline__ bool sum_one(const PeerCall& c, Shared& s, WarpSpace& space, int q, int piece, int w,
                                         Which which, uint32_t& known) {
   Segment& segment = space.segment;
   const PeerOutput& output = c.outputs[q];
   const int64_t begin = output.begin * c.width;
-  const Stretch x = stretch_of(c, piece, w, c.two_shot ? c.process : 0, begin, output.end * c.width);
+  const Stretch x = stretch_of(c, piece, w, 0, begin, output.end * c.width);
   if (x.lo >= x.hi) return true;
   if (x.lo < segment.lo || x.hi > segment.hi) find_segment(s, c.num_ranks, x.lo, x.hi, segment);
   if (which != kBoth && segment.near != (which == kNear)) return true;
   if (!segment.near && !await_stage(c, s, &StageFlag::staged, piece + 1, known)) return false;
-  char* origin =
-      c.two_shot ? reduced_origin(c, s, c.process, x.tile) : static_cast<char*>(output.data) - begin * c.out_bytes;
+  char* origin = static_cast<char*>(output.data) - begin * c.out_bytes;
   run_stretch(c, s, space, {x.first, int(x.lo - x.first), int(x.hi - x.first)}, origin + x.first * c.out_bytes);
   return true;
 }
 
-__device__ __forceinline__ void pull_piece(const PeerCall& c, Shared& s, int piece, Worker worker, uint32_t& known) {
-  if (!await_stage(c, s, &StageFlag::reduced, piece + 1, known)) return;
-  char* to = static_cast<char*>(c.outputs[0].data);
-#pragma unroll 1
-  for (int k = 0; k < c.num_processes; ++k) {
-    const int g = c.process + k < c.num_processes ? c.process + k : c.process + k - c.num_processes;
-#pragma unroll 1
-    for (int w = worker.index; w < c.tiles_per_piece * c.part_stretches; w += worker.count) {
-      const Stretch x = stretch_of(c, piece, w, g, 0, c.chunk_end);
-      if (x.lo >= x.hi) continue;
-      copy_bytes<true>(to, reduced_origin(c, s, g, x.tile), x.lo * c.out_bytes, x.hi * c.out_bytes, {0, 1});
-    }
-  }
-}
-
 // Stretches are dealt to the warps in turn, across pieces: none waits for another. Of several pieces, near rows (and
-// zeros) come first, while the others are under way. A two-shot goes piece by piece and pulls the piece before.
+// zeros) come first, while the others are under way.
 __device__ __forceinline__ void read(const PeerCall& c, Shared& s, WarpSpace& space, Worker worker) {
-  uint32_t staged = !c.write, reduced = 0;  // the flags of rows that are read came with their first piece
+  uint32_t staged = !c.write;  // the flags of rows that are read came with their first piece
   if (lane_index() == 0) space.segment.lo = space.segment.hi = 0;
   __syncwarp();
-  const int per_piece = c.tiles_per_piece * c.part_stretches;
-  const int steps = c.two_shot ? c.num_pieces + 1 : c.num_pieces > 1 ? 2 : 1;
-  int piece = 0, w = worker.index;
+  const int per_piece = c.tiles_per_piece * c.part_stretches, passes = c.num_pieces > 1 ? 2 : 1;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    const int last = c.two_shot ? step : c.num_pieces - 1;
-    const Which which = c.two_shot || steps == 1 ? kBoth : step == 0 ? kNear : kFar;
-    if (!c.two_shot) piece = 0, w = worker.index;
+  for (int pass = 0; pass < passes; ++pass) {
+    const Which which = passes == 1 ? kBoth : pass == 0 ? kNear : kFar;
+    int piece = 0, w = worker.index;
 #pragma unroll 1
     while (true) {
       for (; w >= per_piece; w -= per_piece) ++piece;
-      if (piece > last || piece >= c.num_pieces) break;
+      if (piece >= c.num_pieces) break;
       bool alive = true;
 #pragma unroll 1
       for (int q = 0; q < c.num_outputs && alive; ++q) alive = sum_one(c, s, space, q, piece, w, which, staged);
       if (!alive) piece = c.num_pieces;
       w += worker.count;
     }
-    if (!c.two_shot) continue;
-    if (step < c.num_pieces) {
-      reader_barrier(worker.count);
-      if (worker.index == 0 && !s.dead) send_stage(c, s, &StageFlag::reduced, step + 1);
-    }
-    if (step > 0) pull_piece(c, s, step - 1, worker, reduced);
   }
 }
 
@@ -247,6 +187,7 @@ int peer_launch(PeerCall& call, void* stream) {
       call.held[i] = describe_held(call, i, call.sources[i].start, call.sources[i].length);
   const size_t spaces = call.num_threads / 32 * warp_space_bytes(call.num_ranks);
   if (call.push) return peer_push_launch(call, stream);
+  if (call.two_shot) return peer_two_shot_launch(call, spaces, stream);
   return launch_peer_kernel(peer_kernel, call, call.num_threads, spaces, stream);
 }
 

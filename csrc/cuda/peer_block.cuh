@@ -82,6 +82,18 @@ cudaError_t launch_peer_kernel(Kernel* kernel, const PeerCall& call, int threads
   return cudaLaunchKernelEx(&config, kernel, call);
 }
 
+// A barrier of the warps that read; whether it is true for any of them.
+__device__ inline bool reader_barrier_or(int warps, bool mine) {
+  int any;
+  asm volatile(
+      "{\n\t.reg .pred p, q;\n\tsetp.ne.s32 p, %2, 0;\n\tbarrier.cta.red.or.pred q, 2, %1, p;\n\t"
+      "selp.s32 %0, 1, 0, q;\n\t}"
+      : "=r"(any)
+      : "r"(warps * 32), "r"(int(mine))
+      : "memory");
+  return any != 0;
+}
+
 // The last block to have read the epoch advances it; the next launch finds the new one.
 __device__ inline void take_ticket(const PeerCall& c, const Shared& s) {
   uint32_t ticket;
@@ -161,6 +173,19 @@ __device__ inline bool await_stage(const PeerCall& c, Shared& s, uint64_t StageF
   all = __all_sync(kFullWarp, all);
   __syncwarp();  // what a lane has acquired, all may read
   return all;
+}
+
+// By one warp: the least that any process has come to, as far as is known here.
+__device__ inline uint32_t look_at_stage(const PeerCall& c, const Shared& s, uint64_t StageFlag::* word) {
+  uint32_t least = 0xffffffffu;
+#pragma unroll 1
+  for (int g = lane_index(); g < c.num_processes; g += 32) {
+    const uint64_t seen = acquire_flag(&(stage_flag(c, c.process, parity_of(s.epoch), g)->*word));
+    least = min(least, is_of(seen, s.epoch) ? uint32_t(seen) : 0);
+  }
+  least = __reduce_min_sync(kFullWarp, least);
+  __syncwarp();  // what a lane has acquired, all may read
+  return least;
 }
 
 // The block's tiles of every output: NaN in every float dtype, -1 in int64.

@@ -85,6 +85,24 @@ __device__ inline Range tile_range(const PeerCall& c, int64_t tile) {
   return clip({begin, begin + c.tile_elements}, c.chunk_begin, c.chunk_end);
 }
 
+// What one warp takes at a time: elements [lo, hi) of those from `first` on, in `tile`.
+struct Stretch {
+  int64_t tile, first, lo, hi;
+};
+
+// The w-th stretch of a process's part of a piece, cut to [begin, end). Only in a two-shot are there several parts.
+__device__ __forceinline__ Stretch stretch_of(const PeerCall& c, int piece, int w, int part, int64_t begin,
+                                              int64_t end) {
+  const int j = int(w * c.part_reciprocal >> 32);  // w / part_stretches
+  Stretch x;
+  x.tile = tile_of(c, piece, j);
+  x.first =
+      c.chunk_begin + x.tile * c.tile_elements + ((part - j) * c.part_stretches + w) * int64_t(c.stretch_elements);
+  x.lo = max(x.first, begin);
+  x.hi = min(min(x.first + c.stretch_elements, end), c.chunk_end);
+  return x;
+}
+
 struct Worker {  // one warp of `count` that share the work
   int index, count;
 };

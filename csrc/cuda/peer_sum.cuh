@@ -71,8 +71,9 @@ __device__ __forceinline__ void find_segment(const Shared& s, int num_rows, int6
 }
 
 // The rows that overlap [lo, hi) of the stretch that starts at `first`, in rank order, then empty ones to a full batch.
+// `shift`: how many bytes the stretch lies off the origins of rows that are not near.
 __device__ __forceinline__ int list_active(const Shared& s, int num_rows, int64_t first, int lo, int hi, int64_t bytes,
-                                           ActiveRow* list) {
+                                           ActiveRow* list, int64_t shift = 0) {
   const int lane = lane_index();
   int n = 0;
 #pragma unroll 1
@@ -88,7 +89,8 @@ __device__ __forceinline__ int list_active(const Shared& s, int num_rows, int64_
 #else
       const int at = n + __popc(mask & ((1u << lane) - 1));
 #endif
-      list[at] = {s.rows[r].origin + first * bytes, int(range.begin - first), int(range.end - first)};
+      const char* origin = s.rows[r].origin + (s.rows[r].near ? 0 : shift);
+      list[at] = {origin + first * bytes, int(range.begin - first), int(range.end - first)};
     }
     n += __popc(mask);
   }

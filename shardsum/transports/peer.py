@@ -189,8 +189,8 @@ class PeerTransport:
 
         Collective and host-synchronous; every process passes the same shape and dtype. A row is read in place where its
         address, and the bytes from position 0 to both its ends, are multiples of 16; else it is copied like any other.
-        Where rows are written to their readers (two processes) that saves nothing. The memory is kept until the
-        transport is closed.
+        Where rows are written to their readers (two processes, or two rounds) that saves nothing. The memory is kept
+        until the transport is closed.
 
         Raises:
             RuntimeError: there are 64 such tensors already.
@@ -289,7 +289,8 @@ class PeerTransport:
         (scale_bits,) = struct.unpack("<q", struct.pack("<d", 1.0 if scale is None else scale))
         t, at = shape.tiles, self.layout
         places = [plan.source_owners[:r].count(owner) for r, owner in enumerate(plan.source_owners)]
-        slots = range(len(places)) if at.writes else places
+        slots = range(len(places)) if shape.write else places
+        slot_bytes = at.part_bytes if shape.two_shot else at.row_bytes
         everything = (0, m.size)
         parts: list[Sequence[int]] = [
             (_PLAN_VERSION, 0, self._host.data_ptr(), shape.chunk),
@@ -299,7 +300,7 @@ class PeerTransport:
             (t.tile, t.stretch, t.stretches_per_tile, t.columns, t.tiles_per_piece, t.blocks, at.max_blocks),
             (self.tuning.threads, shape.producers),
             (at.stages_at, at.abort_at, at.staging_at, at.reduced_at, at.inbox_at),
-            (at.slots_bytes, at.row_bytes, at.reduced_bytes, at.inbox_row_bytes),
+            (at.slots_bytes, slot_bytes, at.reduced_bytes, at.inbox_row_bytes),
             (self._control.data_ptr(), self._failure.data_ptr(), self._table.data_ptr(), round(self.timeout * 1e9)),
             (at.num_ranks, len(plan.sources), self.world_size, self.rank, len(hosted), len(sinks)),
             self._memory.addresses,

@@ -15,6 +15,7 @@ MAX_RANKS = 64  # kPeerMaxRanks
 MAX_HOSTED = 32  # kPeerMaxHosted
 _WARP = 32
 _FLAG_BYTES = 32  # sizeof(RowFlag), sizeof(StageFlag)
+_TILE_ROOM = 1 << 16
 PUSH_GROUP = 1536  # bytes of a row that one warp pushes at a time: three vectors a lane
 
 
@@ -34,7 +35,8 @@ class Tuning:
         columns, stretches: vectors a lane, and stretches a tile, of larger rows; a tile is a piece.
         two_shot_bytes: how many bytes a two-shot must save on the busiest link to pay for its second round of signals.
         push_bytes: rows of a sum up to this size are pushed, word by word, to the peers instead of being read by them.
-        write_processes: in groups up to this size larger rows are written to the peers, piece by piece.
+        write_processes: in groups up to this size larger rows are written to the peers, piece by piece, in one round as
+            in two; in larger groups rows of one round are read.
         write_pieces, write_stretches: a block's part of a written row has so many pieces, but none has more stretches.
         one_producer_bytes: up to this size a block has one producer warp for written rows, above it producer_warps.
 
@@ -47,8 +49,8 @@ class Tuning:
     small_bytes: int = 2 << 20
     columns: int = 8
     stretches: int = 16
-    two_shot_bytes: Mapping[int, int] = field(default_factory=lambda: {0: 1_600_000})
-    push_bytes: Mapping[int, int] = field(default_factory=lambda: {2: 1 << 21, 3: 1 << 17, 4: 1 << 17, 0: 1 << 16})
+    two_shot_bytes: Mapping[int, int] = field(default_factory=lambda: {2: 1_600_000, 0: 500_000})
+    push_bytes: Mapping[int, int] = field(default_factory=lambda: {2: 1 << 21, 3: 1 << 20, 4: 1 << 19, 0: 1 << 17})
     write_processes: int = 2
     write_pieces: int = 4
     write_stretches: int = 4
@@ -89,14 +91,20 @@ class MemoryLayout:
         return round_up(self.staging_bytes // self.rows_per_process, 256) + 256
 
     @property
+    def part_bytes(self) -> int:
+        """Two-shot: the slot of one process's part of a row, and room for a tile more."""
+        return round_up(self.row_bytes // self.world_size, 256) + _TILE_ROOM
+
+    @property
     def slots_bytes(self) -> int:
         """A slot for each row that a process hosts; where peers write theirs here, for every row."""
-        return self.row_bytes * (self.num_ranks if self.writes else self.rows_per_process)
+        slots = self.row_bytes * (self.num_ranks if self.writes else self.rows_per_process)
+        return max(slots, self.part_bytes * self.num_ranks)
 
     @property
     def reduced_bytes(self) -> int:
-        """Two-shot: one process's part of a result twice as wide as the largest row."""
-        return round_up(2 * self.row_bytes // self.world_size, 256) + (1 << 20)
+        """Two-shot: a result as large as the largest row, and room for a tile of wider elements."""
+        return self.row_bytes + (1 << 20)
 
     @property
     def stages_at(self) -> int:
@@ -228,7 +236,7 @@ def needed(plan: ExchangePlan, source: int, interval: Interval) -> Interval:
 
 
 def choose_shape(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: bool | None = None) -> Shape:
-    """How to launch ``m``; ``two_shot`` forces one or two rounds of reading for a replicated sum."""
+    """How to launch ``m``; ``two_shot`` forces one or two rounds for a replicated sum that is not pushed."""
     if two_shot and (m.move or not m.replicated):
         raise ValueError("two_shot: only for a sum that every process gets")
     if two_shot is None and not m.move and 0 < m.size * m.width * m.in_bytes <= layout.push_limit and m.in_bytes > 1:
@@ -237,12 +245,13 @@ def choose_shape(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: boo
     if two_shot is None:
         saved = two_shot_saves(m, layout)
         two_shot = m.replicated and not m.move and tuning.pays_two_shot(layout.world_size, saved)
-    write, parts = layout.writes and not two_shot, layout.world_size if two_shot else 1
+    write, parts = layout.writes or two_shot, layout.world_size if two_shot else 1
     total, fits = max(1, m.size * m.width), (layout.row_bytes - 32) // m.in_bytes
     tiles = choose_tiles(m, total, parts, layout.max_blocks, tuning, write)
-    producers = 1 if write and m.extent * m.width * m.in_bytes <= tuning.one_producer_bytes else tuning.producer_warps
+    one = two_shot or (write and m.extent * m.width * m.in_bytes <= tuning.one_producer_bytes)
+    producers = 1 if one else tuning.producer_warps
     if two_shot:
-        fits = min(fits, layout.reduced_bytes * parts // m.out_bytes - tiles.tile)
+        fits = min(layout.part_bytes // m.in_bytes * parts - tiles.tile, layout.reduced_bytes // m.out_bytes)
     if (total if two_shot else m.longest * m.width) <= fits:
         return Shape(tiles, total, two_shot, write=write, producers=producers)
     chunk = choose_chunk(total, fits, tiles.tile)
@@ -260,7 +269,7 @@ def two_shot_saves(m: Message, layout: MemoryLayout) -> int:
 def choose_tiles(m: Message, chunk: int, parts: int, max_blocks: int, tuning: Tuning, write: bool) -> TileMap:
     """The tile map of a chunk; ``parts`` is the number of processes in a two-shot, else 1."""
     if write:
-        return choose_write_tiles(m, chunk, max_blocks, tuning)
+        return choose_write_tiles(m, chunk, parts, max_blocks, tuning)
     warps, extent_bytes = tuning.threads // _WARP, m.extent * m.width * m.in_bytes
     small = extent_bytes <= tuning.small_bytes
     columns, stretches = tuning.columns, tuning.stretches
@@ -268,20 +277,21 @@ def choose_tiles(m: Message, chunk: int, parts: int, max_blocks: int, tuning: Tu
         columns = 1 if extent_bytes <= min(tuning.blocks, max_blocks) * warps * _WARP * 16 else 2
         stretches = warps
     stretch = columns * _WARP * m.vector
-    stretches = round_up(stretches, parts)
     tiles = -(-chunk // (stretch * stretches))
     blocks = min(tuning.blocks, max_blocks, tiles)
     return TileMap(stretch, stretches, columns, -(-tiles // blocks) if small else 1, blocks)
 
 
-def choose_write_tiles(m: Message, chunk: int, max_blocks: int, tuning: Tuning) -> TileMap:
-    """Every block gets work for all its warps, then stretches of more columns, then larger pieces."""
-    most, vectors = min(tuning.blocks, max_blocks), -(-m.extent * m.width // m.vector)
-    columns = next(c for c in (8, 4, 2, 1) if c == 1 or vectors >= most * tuning.threads * c)
+def choose_write_tiles(m: Message, chunk: int, parts: int, max_blocks: int, tuning: Tuning) -> TileMap:
+    """Every block gets work for its warps, then stretches of more columns, then larger pieces."""
+    most, vectors = min(tuning.blocks, max_blocks), -(-m.extent * m.width // (m.vector * parts))
+    # Of a two-shot's short parts two stretches are enough, and fewer pieces: each is announced twice.
+    lanes, pieces, least = (tuning.threads, tuning.write_pieces, 1) if parts == 1 else (2 * _WARP, 2, 2)
+    columns = next(c for c in (8, 4, 2, 1) if c == 1 or vectors >= most * lanes * c)
     stretch = columns * _WARP * m.vector
-    stretches = min(max(1, vectors // (most * tuning.write_pieces * columns * _WARP)), tuning.write_stretches)
-    tiles = -(-chunk // (stretch * stretches))
-    return TileMap(stretch, stretches, columns, 1, min(most, tiles))
+    stretches = min(max(least, vectors // (most * pieces * columns * _WARP)), tuning.write_stretches)
+    tiles = -(-chunk // (stretch * stretches * parts))
+    return TileMap(stretch, stretches * parts, columns, 1, min(most, tiles))
 
 
 def choose_push_tiles(m: Message, total: int, max_blocks: int, tuning: Tuning) -> TileMap:

@@ -3,11 +3,12 @@
 // them: a stream never waits for another, and inputs, results and comparisons are its own.
 //
 //   nvcc -std=c++17 -O3 -arch=sm_90 -fmad=false tests/cuda/peer_stress.cu csrc/cuda/sum_rows.cu -o peer_stress
-//   ./peer_stress 100000 [seed [push | write | read]]
+//   ./peer_stress 100000 [seed [push | write | read | two-shot]]
 //
 // The last argument keeps to one of the ways in which rows travel. Exit code 0: all equal. Built with
-// -DSHARDSUM_PEER_MUTANT=n (1 no parity, 2 flag before data, 3 stale epoch, 4 ranks reversed, 5 no trailing barrier, of
-// zero-copy reading) it must be 1, whatever the way.
+// -DSHARDSUM_PEER_MUTANT=n (1 no parity, 2 flag before data, 3 stale epoch, 4 ranks reversed) it must be 1, whatever
+// the way; and of the ways that have it, with 5 (reading: no barrier after zero-copy), 6 (two-shot: sums announced
+// before they are written).
 #include <cstdint>
 
 namespace shardsum {
@@ -25,6 +26,7 @@ __device__ void random_delay(uint32_t epoch, int point);
 
 #include "../../csrc/cuda/peer.cu"
 #include "../../csrc/cuda/peer_push.cu"
+#include "../../csrc/cuda/peer_two_shot.cu"
 
 #define CHECK(call)                                                                         \
   do {                                                                                      \
@@ -106,6 +108,7 @@ struct Config {
   std::vector<bool> zero_copy;                    // by rank
   std::vector<std::pair<int64_t, int64_t>> outs;  // by process
   int64_t chunk_elements = 0;
+  int64_t out_shift = 0;  // bytes that results lie off their alignment
   int columns = 1, stretches = 1, tiles_per_piece = 1, blocks = 1, threads = 128, producers = 1;
   uint8_t* expected = nullptr;
   int64_t* lengths_on_device = nullptr;  // by rank
@@ -213,11 +216,11 @@ Config make_config(const World& w, Random& random) {
   c.width = widths[pick(random, 0, 5)];
   const int64_t most = std::min<int64_t>(pick(random, 0, 3) ? 4096 : 24000, kSlotBytes / in_bytes / 2);
   c.size = std::max<int64_t>(1, pick(random, 1, most) / c.width);
-  const char* ways[] = {"push", "write", "read"};
-  const std::string way = w.way.empty() ? ways[pick(random, 0, 2)] : w.way;
+  const char* ways[] = {"push", "write", "read", "two-shot"};
+  const std::string way = w.way.empty() ? ways[pick(random, 0, 3)] : w.way;
   c.push = way == "push" && !c.move && in_bytes > 1;
-  c.write = way == "write";
-  c.two_shot = way == "read" && !c.move && pick(random, 0, 1) == 0;
+  c.two_shot = way == "two-shot" && !c.move;
+  c.write = way == "write" || c.two_shot;
   c.mean = !integer && !c.move && pick(random, 0, 3) == 0;
   c.scaled = !integer && !c.move && pick(random, 0, 3) == 0;
   c.device_lengths = pick(random, 0, 2) == 0;
@@ -231,6 +234,7 @@ Config make_config(const World& w, Random& random) {
     c.offset.push_back(pick(random, 0, 3) ? pick(random, 0, 100) * 16 : pick(random, 0, 800) * in_bytes);
     c.zero_copy.push_back(pick(random, 0, 5) == 0);
   }
+  c.out_shift = pick(random, 0, 3) ? 0 : pick(random, 1, 7) * out_bytes;
   const bool scatter = !c.two_shot && pick(random, 0, 2) == 0;
   for (int g = 0; g < G; ++g) {
     if (scatter)
@@ -246,7 +250,7 @@ Config make_config(const World& w, Random& random) {
   c.tiles_per_piece = int(pick(random, 1, 3));
   const int blocks[] = {1, 2, 5, kMaxBlocks};
   c.blocks = int(std::min<int64_t>(blocks[pick(random, 0, 3)], (c.size * c.width + tile - 1) / tile));
-  c.threads = pick(random, 0, 1) ? 256 : c.write ? 192 : 128;
+  c.threads = pick(random, 0, 1) ? 256 : c.two_shot ? 96 : c.write ? 192 : 128;
   c.producers = int(pick(random, 1, 2));
   c.chunk_elements = c.push || pick(random, 0, 3) ? c.size * c.width : round_up((c.size * c.width + 1) / 2, 16);
   // What the emulation says of the whole range; each process has its part.
@@ -298,6 +302,10 @@ PeerCall describe(const World& w, const Config& c, int g, int64_t timeout_ns) {
   for (int q = 0; q < G; ++q) call.base[q] = w.processes[q].block;
   call.stages_at = w.stages_at, call.abort_at = w.abort_at, call.staging_at = w.staging_at;
   call.reduced_at = w.reduced_at, call.staging_bytes = w.staging_bytes, call.row_bytes = kSlotBytes;
+  if (c.two_shot) {  // slots as tight as may be
+    const int64_t tiles = (c.chunk_elements + call.tile_elements - 1) / call.tile_elements;
+    call.row_bytes = round_up(tiles * (call.tile_elements / G) * call.in_bytes, 16);
+  }
   call.reduced_bytes = kReducedBytes, call.inbox_at = w.inbox_at, call.inbox_row_bytes = kInboxRowBytes;
   for (int r = 0; r < R; ++r) call.owner[r] = uint8_t(w.place.owner[r]), call.slot[r] = uint8_t(r);
   for (int r = 0; r < R; ++r) call.place[r] = uint8_t(w.place_of[r]);
@@ -324,7 +332,7 @@ PeerCall describe(const World& w, const Config& c, int g, int64_t timeout_ns) {
   // A buffer row whose bounds are not whole vectors goes through staging after all.
   call.stages = true;
   call.num_outputs = 1;
-  call.outputs[0] = {p.out, uint32_t(c.outs[g].first), uint32_t(c.outs[g].second)};
+  call.outputs[0] = {p.out + c.out_shift, uint32_t(c.outs[g].first), uint32_t(c.outs[g].second)};
   return call;
 }
 
@@ -350,8 +358,8 @@ void enqueue(World& w, const Config& c, int g, uint64_t number, Random& random, 
   }
   const int64_t out_bytes = element_size(c.out) * c.width, from = c.outs[g].first, to = c.outs[g].second;
   if (to > from)
-    compare<<<8, 256, 0, p.stream>>>(c.expected + from * out_bytes, p.out, (to - from) * out_bytes, w.wrong, number,
-                                     w.wrong + 1);
+    compare<<<8, 256, 0, p.stream>>>(c.expected + from * out_bytes, p.out + c.out_shift, (to - from) * out_bytes,
+                                     w.wrong, number, w.wrong + 1);
 }
 
 bool report(const World& w, const char* name, int64_t calls) {
@@ -401,6 +409,7 @@ bool absent_peer(const Placement& place, const std::string& way) {
   while (c.move || c.size * c.width * element_size(c.out) < 4096 || c.outs[0].second - c.outs[0].first != c.size ||
          c.chunk_elements != c.size * c.width || c.push != (way == "push"));
   std::fill(c.zero_copy.begin(), c.zero_copy.end(), false);
+  c.out_shift = 0;
   const int last = place.processes - 1;
   const int64_t bytes = c.size * c.width * element_size(c.out);
   bool good = true;
@@ -447,7 +456,8 @@ int main(int argc, char** argv) {
 #ifndef SHARDSUM_PEER_MUTANT
   good &= shardsum::stress(Placement{8, 4, {0, 1, 2, 3, 3, 2, 1, 0}}, calls / 4, seed + 2, way);
   good &= shardsum::stress(Placement{5, 2, {0, 0, 0, 1, 1}}, calls / 4, seed + 3, way);
-  for (const char* one : {"push", "write", "read"}) good &= shardsum::absent_peer(Placement{4, 4, {0, 1, 2, 3}}, one);
+  for (const char* one : {"push", "write", "read", "two-shot"})
+    good &= shardsum::absent_peer(Placement{4, 4, {0, 1, 2, 3}}, one);
 #endif
   std::printf(good ? "all equal\n" : "NOT equal\n");
   return good ? 0 : 1;
