@@ -98,7 +98,7 @@ class Peers:
     def predict(
         self, plan: ExchangePlan, width: int, in_bytes: int, out_bytes: int, move: bool
     ) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
-        """``(two_shot, egress, ingress)``: bytes that go from each process's memory to others, and from theirs to it."""
+        """``(two_shot, egress, ingress)``: bytes from each process to others, and from them to it."""
         owners = self._arguments[1]
         message = peer_plan.describe_message(plan, width, in_bytes, out_bytes, move)
         layout = peer_plan.MemoryLayout(len(owners), plan.world_size, 1, self._hosted, 1 << 20)

@@ -37,6 +37,7 @@ __device__ inline void trace(int point) {
 
 #include "../../csrc/cuda/peer.cu"
 #include "../../csrc/cuda/peer_push.cu"
+#include "../../csrc/cuda/peer_two_shot.cu"
 
 #define CHECK(call)                                                                         \
   do {                                                                                      \
