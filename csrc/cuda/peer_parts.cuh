@@ -92,8 +92,28 @@ __device__ __forceinline__ void fill_zeros(char* out, int64_t lo, int64_t hi) {
   for (int64_t i = lo + lane_index(); i < hi; i += 32) out[i] = 0;
 }
 
-// A whole stretch that all `n` rows of the list cover: what is summed goes to this process's output and to all peers
-// at once. `at`: bytes from the origin of a result to the stretch.
+// A vector of results, to this process's output and to all peers' results. `to`: bytes from element 0 of either.
+template <typename Out, typename A, int V>
+__device__ __forceinline__ void store_everywhere(const PeerCall& c, int parity, int64_t to, const A (&acc)[V]) {
+  using Piece = std::conditional_t<(V * sizeof(Out) < 16), uint2, uint4>;
+  constexpr int kPieces = V * int(sizeof(Out)) / int(sizeof(Piece));
+  alignas(16) Out values[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) values[j] = round_to<Out>(acc[j]);
+  const Piece* pieces = reinterpret_cast<const Piece*>(values);
+#pragma unroll 1
+  for (int k = 1; k < c.num_processes; ++k) {
+    Piece* peers = reinterpret_cast<Piece*>(results_origin(c, parity, peer_after(c, k)) + to);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) peers[i] = pieces[i];
+  }
+  Piece* own = reinterpret_cast<Piece*>(static_cast<char*>(c.outputs[0].data) + to);
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) __stcs(own + i, pieces[i]);
+}
+
+// A whole stretch that all `n` rows of the list cover: what is summed goes to all at once. `at`: bytes from the origin
+// of a result to the stretch.
 template <typename T, typename Out>
 __device__ __forceinline__ void sum_whole(const PeerCall& c, const Epilogue& e, int parity, const ActiveRow* list,
                                           int n, int64_t at) {
@@ -124,11 +144,7 @@ __device__ __forceinline__ void sum_whole(const PeerCall& c, const Epilogue& e, 
 #pragma unroll
       for (int v = 0; v < V; ++v) count[v] = n;
       if (!e.plain) combine<acc_t<T>, V>(e, 0, V, acc[j], count);
-      const int64_t to = at + ((column + j) * 32 + lane_index()) * kBytes;
-#pragma unroll 1
-      for (int k = 1; k < c.num_processes; ++k)
-        store_vector(reinterpret_cast<Out*>(results_origin(c, parity, peer_after(c, k)) + to), acc[j]);
-      store_vector(reinterpret_cast<Out*>(static_cast<char*>(c.outputs[0].data) + to), acc[j]);
+      store_everywhere<Out>(c, parity, at + ((column + j) * 32 + lane_index()) * kBytes, acc[j]);
     }
   }
 }
@@ -173,23 +189,17 @@ __device__ __forceinline__ void sum_part(const PeerCall& c, const Shared& s, War
 }
 
 // ---- second round -------------------------------------------------------------------------------------------------
-// Copies what peers have written of one piece to the output. `w`: the first of its stretches that this warp takes,
-// afterwards that of the next piece.
-__device__ __forceinline__ void copy_results(const PeerCall& c, const Shared& s, WarpSpace& space, int piece,
-                                             Worker worker, int& w) {
-  char* out = static_cast<char*>(c.outputs[0].data);
-  const char* results = results_origin(c, parity_of(s.epoch), c.process);
-  const int stretches = c.tiles_per_piece * c.part_stretches;
-#pragma unroll 1
-  for (int k = 1; k < c.num_processes; ++k) {
-#pragma unroll 1
-    for (; w < stretches; w += worker.count) {
-      const Stretch x = stretch_of(c, piece, w, peer_after(c, k), 0, c.chunk_end);
-      if (x.lo >= x.hi || is_zero(c, s, space, x)) continue;
-      copy_bytes<true>(out, results, x.lo * c.out_bytes, x.hi * c.out_bytes, {0, 1});
-    }
-    w -= stretches;
-  }
+// Copies one stretch of what peers have written to the output: the `ticket`-th of the block, in the order of pieces.
+__device__ __forceinline__ int copies_per_piece(const PeerCall& c) {
+  return (c.num_processes - 1) * c.tiles_per_piece * c.part_stretches;
+}
+__device__ __forceinline__ void copy_results(const PeerCall& c, const Shared& s, WarpSpace& space, int ticket) {
+  const int stretches = c.tiles_per_piece * c.part_stretches, piece = ticket / copies_per_piece(c);
+  const int rest = ticket - piece * copies_per_piece(c), k = rest / stretches;
+  const Stretch x = stretch_of(c, piece, rest - k * stretches, peer_after(c, k + 1), 0, c.chunk_end);
+  if (x.lo >= x.hi || is_zero(c, s, space, x)) return;
+  copy_bytes<true>(static_cast<char*>(c.outputs[0].data), results_origin(c, parity_of(s.epoch), c.process),
+                   x.lo * c.out_bytes, x.hi * c.out_bytes, {0, 1});
 }
 
 // All stretches of the block that no row reaches, whosever they are: they wait for nobody.

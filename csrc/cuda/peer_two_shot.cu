@@ -14,6 +14,7 @@ namespace {
 // of these write the others, if there are any, and all the rest, the last one included, are summers.
 struct TwoShot : Shared {
   int summed[kPeerThreads / 32];  // pieces that each summer has done its share of
+  int next_copy;                  // the first stretch of results that no warp has taken
 };
 
 __device__ __forceinline__ int num_producers(const PeerCall& c, int warps) {
@@ -102,27 +103,48 @@ __device__ __forceinline__ bool sum_piece(const PeerCall& c, TwoShot& s, WarpSpa
   return true;
 }
 
+// Takes the next stretch of results, if it is one of the first `limit`.
+__device__ __forceinline__ bool take_copy(TwoShot& s, int limit, int& ticket) {
+  if (lane_index() == 0) {
+    ticket = *static_cast<volatile int*>(&s.next_copy);
+    while (ticket < limit) {
+      const int seen = atomicCAS(&s.next_copy, ticket, ticket + 1);
+      if (seen == ticket) break;
+      ticket = seen;
+    }
+  }
+  ticket = __shfl_sync(kFullWarp, ticket, 0);
+  return ticket < limit;
+}
+
+// By every warp that has nothing else left to do.
+__device__ __forceinline__ void copy_rest(const PeerCall& c, TwoShot& s, WarpSpace& space, uint32_t reduced) {
+  const int per_piece = copies_per_piece(c);
+  int ticket;
+#pragma unroll 1
+  while (take_copy(s, c.num_pieces * per_piece, ticket)) {
+    if (!await_stage(c, s, &StageFlag::reduced, ticket / per_piece + 1, reduced)) return;
+    copy_results(c, s, space, ticket);
+  }
+}
+
 // By each summer. No warp waits for sums of others before it has done all of its own: they may wait for those.
 __device__ __forceinline__ void sum_and_copy(const PeerCall& c, TwoShot& s, WarpSpace& space, Worker worker) {
-  if (lane_index() == 0) space.segment.lo = space.segment.hi = 0;
-  __syncwarp();
   fill_zeros(c, s, space, worker);
+  const int per_piece = copies_per_piece(c), share = (per_piece + worker.count - 1) / worker.count;
   uint32_t staged = 0, reduced = 0;
-  int sum_at = worker.index, copy_at = worker.index, copied = 0;
+  int w = worker.index, ticket;
 #pragma unroll 1
   for (int piece = 0; piece < c.num_pieces; ++piece) {
-    if (!sum_piece(c, s, space, piece, worker, sum_at, staged)) return;
+    if (!sum_piece(c, s, space, piece, worker, w, staged)) return;
     SHARDSUM_PEER_POINT(s.epoch, 5);
     publish_warp(s.summed, piece + 1);
-    if (copied >= int(reduced)) reduced = look_at_stage(c, s, &StageFlag::reduced);
+    if (__any_sync(kFullWarp, *static_cast<volatile int*>(&s.next_copy) >= int(reduced) * per_piece))
+      reduced = look_at_stage(c, s, &StageFlag::reduced);
 #pragma unroll 1
-    for (; copied < int(reduced); ++copied) copy_results(c, s, space, copied, worker, copy_at);
+    for (int i = 0; i < share && take_copy(s, int(reduced) * per_piece, ticket); ++i) copy_results(c, s, space, ticket);
   }
-#pragma unroll 1
-  for (; copied < c.num_pieces; ++copied) {
-    if (!await_stage(c, s, &StageFlag::reduced, copied + 1, reduced)) return;
-    copy_results(c, s, space, copied, worker, copy_at);
-  }
+  copy_rest(c, s, space, reduced);
 }
 
 __global__ void __launch_bounds__(kPeerThreads, 2) peer_two_shot_kernel(const __grid_constant__ PeerCall argument) {
@@ -131,6 +153,7 @@ __global__ void __launch_bounds__(kPeerThreads, 2) peer_two_shot_kernel(const __
   const int warp = warp_index(), warps = blockDim.x / 32;
   SHARDSUM_PEER_POINT(0, 6);
   if (threadIdx.x < kPeerThreads / 32) s.summed[threadIdx.x] = 0;
+  if (threadIdx.x == 0) s.next_copy = 0;
   const PeerCall& c = s.call;
   if (set_up(argument, s)) return leave(c, s);
   SHARDSUM_PEER_POINT(s.epoch, 0);
@@ -143,12 +166,16 @@ __global__ void __launch_bounds__(kPeerThreads, 2) peer_two_shot_kernel(const __
     else
       await_parts(c, s);
     SHARDSUM_PEER_POINT(s.epoch, 1);
+    WarpSpace& space =
+        *reinterpret_cast<WarpSpace*>(reinterpret_cast<char*>(spaces) + warp * warp_space_bytes(c.num_ranks));
+    if (lane_index() == 0) space.segment.lo = space.segment.hi = 0;
+    __syncwarp();
     if (summer < 0) {
       write_rest(c, s, producers);
+      copy_rest(c, s, space, 0);  // sums of all peers have come by then, hence all rows' bounds
     } else if (!reader_barrier_or(summers, s.dead)) {
       SHARDSUM_PEER_POINT(s.epoch, 2);
-      char* space = reinterpret_cast<char*>(spaces) + warp * warp_space_bytes(c.num_ranks);
-      sum_and_copy(c, s, *reinterpret_cast<WarpSpace*>(space), {summer, summers});
+      sum_and_copy(c, s, space, {summer, summers});
     }
   }
   __syncthreads();

@@ -120,6 +120,7 @@ class PeerTransport:
         device: this process's GPU.
         timeout: seconds that a kernel waits for another process before it fails the group.
         staging_bytes: staging for the rows of one process (taken twice); larger messages take several launches.
+            Default: 64 MiB; 128 MiB with more than two processes, whose launches are longer.
         tuning: launch shapes and switch points.
         gather: all processes' values of a small object (:mod:`.peer_memory`); default ``all_gather_object``.
 
@@ -135,7 +136,7 @@ class PeerTransport:
         device: torch.device,
         *,
         timeout: float = 600.0,
-        staging_bytes: int = 64 << 20,
+        staging_bytes: int | None = None,
         tuning: Tuning | None = None,
         gather: Gather | None = None,
     ) -> None:
@@ -146,7 +147,7 @@ class PeerTransport:
         reason = available(group, device, self._gather)
         if reason is not None:
             raise RuntimeError(f'transport "peer" cannot be used: {reason}')
-        self.layout = self._agree_layout(staging_bytes)
+        self.layout = self._agree_layout(staging_bytes or (64 if self.world_size <= 2 else 128) << 20)
         self._memory = SymmetricMemory(self.layout.total_bytes, group, device, self._gather)
         self._buffers: list[SymmetricMemory] = []
         self._calls: dict[Any, PreparedCall] = {}

@@ -35,8 +35,7 @@ class Tuning:
         columns, stretches: vectors a lane, and stretches a tile, of larger rows; a tile is a piece.
         two_shot_bytes: how many bytes a two-shot must save on the busiest link to pay for its second round of signals.
         push_bytes: rows of a sum up to this size are pushed, word by word, to the peers instead of being read by them.
-        write_processes: in groups up to this size larger rows are written to the peers, piece by piece, in one round as
-            in two; in larger groups rows of one round are read.
+        write_processes: in groups up to this size larger rows are written, piece by piece, also where they travel once.
         write_pieces, write_stretches: a block's part of a written row has so many pieces, but none has more stretches.
         one_producer_bytes: up to this size a block has one producer warp for written rows, above it producer_warps.
 
