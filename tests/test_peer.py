@@ -181,6 +181,20 @@ def test_two_processes_write_what_they_do_not_push() -> None:
     assert all(s.tiles.columns == 8 and s.tiles.blocks == 128 for s in (small, large, huge))
 
 
+def test_four_processes_push_or_write_in_two_rounds() -> None:
+    tuning = Tuning()
+
+    def shape_of(num_bytes: int) -> peer_plan.Shape:
+        m = Message(num_bytes // 2, 1, num_bytes // 2, num_bytes // 2, 2, 2, False, True)
+        return peer_plan.choose_shape(m, layout_of(4, 1, 128 << 20, push=tuning.push_limit(4)), tuning)
+
+    assert shape_of(512 << 10).push
+    shapes = {n: shape_of(n << 20) for n in (1, 4, 16, 64, 256)}
+    assert all(s.two_shot and s.write and s.producers == 1 and s.tiles.blocks == 128 for s in shapes.values())
+    assert {n: s.tiles.pieces(s.chunk) for n, s in shapes.items()} == {1: 1, 4: 1, 16: 2, 64: 8, 256: 16}
+    assert [s.tiles.columns for s in shapes.values()] == [2, 8, 8, 8, 8] and shapes[256].chunk == 64 << 20
+
+
 def test_bad_tuning_is_refused() -> None:
     for bad in (
         dict(threads=100),

@@ -189,10 +189,11 @@ __device__ __forceinline__ void sum_part(const PeerCall& c, const Shared& s, War
 }
 
 // ---- second round -------------------------------------------------------------------------------------------------
-// Copies one stretch of what peers have written to the output: the `ticket`-th of the block, in the order of pieces.
 __device__ __forceinline__ int copies_per_piece(const PeerCall& c) {
   return (c.num_processes - 1) * c.tiles_per_piece * c.part_stretches;
 }
+
+// Copies one stretch of what peers have written to the output: the `ticket`-th of the block, in the order of pieces.
 __device__ __forceinline__ void copy_results(const PeerCall& c, const Shared& s, WarpSpace& space, int ticket) {
   const int stretches = c.tiles_per_piece * c.part_stretches, piece = ticket / copies_per_piece(c);
   const int rest = ticket - piece * copies_per_piece(c), k = rest / stretches;
@@ -203,7 +204,7 @@ __device__ __forceinline__ void copy_results(const PeerCall& c, const Shared& s,
 }
 
 // All stretches of the block that no row reaches, whosever they are: they wait for nobody.
-__device__ __forceinline__ void fill_zeros(const PeerCall& c, const Shared& s, WarpSpace& space, Worker worker) {
+__device__ __forceinline__ void fill_unreached(const PeerCall& c, const Shared& s, WarpSpace& space, Worker worker) {
   char* out = static_cast<char*>(c.outputs[0].data);
   const int stretches = c.tiles_per_piece * c.part_stretches;
   int w = worker.index;

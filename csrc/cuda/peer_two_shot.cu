@@ -11,7 +11,8 @@ namespace shardsum {
 namespace {
 
 // Warp 0 announces; the last one awaits the rows' bounds while all between them write the first piece. Then the first
-// of these write the others, if there are any, and all the rest, the last one included, are summers.
+// of these write the others, if there are any, and all the rest, the last one included, are summers. Results are copied
+// by whichever has nothing else to do.
 struct TwoShot : Shared {
   int summed[kPeerThreads / 32];  // pieces that each summer has done its share of
   int next_copy;                  // the first stretch of results that no warp has taken
@@ -130,7 +131,7 @@ __device__ __forceinline__ void copy_rest(const PeerCall& c, TwoShot& s, WarpSpa
 
 // By each summer. No warp waits for sums of others before it has done all of its own: they may wait for those.
 __device__ __forceinline__ void sum_and_copy(const PeerCall& c, TwoShot& s, WarpSpace& space, Worker worker) {
-  fill_zeros(c, s, space, worker);
+  fill_unreached(c, s, space, worker);
   const int per_piece = copies_per_piece(c), share = (per_piece + worker.count - 1) / worker.count;
   uint32_t staged = 0, reduced = 0;
   int w = worker.index, ticket;

@@ -58,11 +58,10 @@ class Tuning:
     def __post_init__(self) -> None:
         if self.threads % _WARP or not 96 <= self.threads <= 256:
             raise ValueError(f"threads: {self.threads} is not a multiple of 32 from 96 to 256")
-        if not 1 <= self.producer_warps < self.threads // _WARP:
-            raise ValueError(f"producer_warps: {self.producer_warps} of {self.threads // _WARP} leave no reader")
         if 0 not in self.two_shot_bytes or 0 not in self.push_bytes or not 1 <= self.blocks <= 255:
             raise ValueError("two_shot_bytes and push_bytes need the key 0, and blocks lie in 1..255")
-        if self.write_processes > 1 and self.producer_warps > self.threads // _WARP - 3:
+        others = 3 if self.write_processes > 1 else 1
+        if not 1 <= self.producer_warps <= self.threads // _WARP - others:
             raise ValueError(f"producer_warps: {self.producer_warps} of {self.threads // _WARP} leave too few readers")
 
     def push_limit(self, world_size: int) -> int:
@@ -97,8 +96,8 @@ class MemoryLayout:
     @property
     def slots_bytes(self) -> int:
         """A slot for each row that a process hosts; where peers write theirs here, for every row."""
-        slots = self.row_bytes * (self.num_ranks if self.writes else self.rows_per_process)
-        return max(slots, self.part_bytes * self.num_ranks)
+        rows = self.num_ranks if self.writes else self.rows_per_process
+        return max(self.row_bytes * rows, self.part_bytes * self.num_ranks)
 
     @property
     def reduced_bytes(self) -> int:
@@ -242,8 +241,7 @@ def choose_shape(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: boo
         total = m.size * m.width
         return Shape(choose_push_tiles(m, total, layout.max_blocks, tuning), total, False, push=True)
     if two_shot is None:
-        saved = two_shot_saves(m, layout)
-        two_shot = m.replicated and not m.move and tuning.pays_two_shot(layout.world_size, saved)
+        two_shot = m.replicated and not m.move and tuning.pays_two_shot(layout.world_size, two_shot_saves(m, layout))
     write, parts = layout.writes or two_shot, layout.world_size if two_shot else 1
     total, fits = max(1, m.size * m.width), (layout.row_bytes - 32) // m.in_bytes
     tiles = choose_tiles(m, total, parts, layout.max_blocks, tuning, write)
@@ -251,10 +249,10 @@ def choose_shape(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: boo
     producers = 1 if one else tuning.producer_warps
     if two_shot:
         fits = min(layout.part_bytes // m.in_bytes * parts - tiles.tile, layout.reduced_bytes // m.out_bytes)
-    if (total if two_shot else m.longest * m.width) <= fits:
-        return Shape(tiles, total, two_shot, write=write, producers=producers)
-    chunk = choose_chunk(total, fits, tiles.tile)
-    tiles = choose_tiles(m, chunk, parts, layout.max_blocks, tuning, write)
+    chunk = total
+    if (total if two_shot else m.longest * m.width) > fits:
+        chunk = choose_chunk(total, fits, tiles.tile)
+        tiles = choose_tiles(m, chunk, parts, layout.max_blocks, tuning, write)
     return Shape(tiles, chunk, two_shot, write=write, producers=producers)
 
 
