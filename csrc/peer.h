@@ -136,6 +136,7 @@ int peer_launch(PeerCall& call, void* stream);
 struct PeerHost {
   int64_t eager_event, capture_event;  // cudaEvent_t
   int64_t eager_stream;                // of the last call outside a capture; -1 before the first
+  int64_t eager_records;               // 1 once such calls have come on two streams
   int64_t capture_id, capture_stream;  // of the last captured call
   int64_t num_buffers;
   struct {

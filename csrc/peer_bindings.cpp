@@ -5,6 +5,8 @@
 #ifdef SHARDSUM_WITH_CUDA
 #include <torch/csrc/stable/accelerator.h>
 
+#include <type_traits>
+
 #include "boxed.h"
 #include "peer.h"
 
@@ -114,6 +116,7 @@ Plan read_whole_plan(const TensorView& tensor) {
 
 // The symmetric buffer that the row lies in, where peers can read it in whole vectors.
 void find_buffer(const PeerCall& c, const PeerHost& host, PeerSource& s) {
+  s.buffer = s.offset = 0;
   const auto address = reinterpret_cast<int64_t>(s.data);
   const int64_t position = c.width * c.in_bytes, begin = s.start * position;
   const int64_t last = static_cast<int64_t>(s.start) + s.length, end = (last < c.size ? last : c.size) * position;
@@ -151,11 +154,11 @@ void set_output(PeerCall& c, int q, const TensorView& out) {
   c.outputs[q].data = out.mutable_data();
 }
 
-void enqueue(Plan& plan, const TensorView& device_of, const TensorView& tensor) {
+void enqueue(Plan& plan, const TensorView& device_of) {
   STD_TORCH_CHECK(plan.call.failure->kind == 0, "shardsum: the peer transport of this group has failed");
   const int32_t device = device_of.device_index();
-  int32_t current = -1;
-  check(aoti_torch_get_current_device_index(&current), "current device");
+  int current = -1;
+  STD_TORCH_CHECK(current_cuda_device(&current) == 0, "shardsum: no current CUDA device");
   std::optional<torch::stable::accelerator::DeviceGuard> guard;
   if (current != device) guard.emplace(device);
   void* stream = nullptr;
@@ -165,34 +168,71 @@ void enqueue(Plan& plan, const TensorView& device_of, const TensorView& tensor) 
                   "shardsum: a call over peer memory can be captured in a CUDA graph once it has run before with the "
                   "same signature, on every process; make one eager call first");
   STD_TORCH_CHECK(error == 0, "shardsum: CUDA error ", error, " at a launch over peer memory");
-  static_cast<int64_t*>(tensor.mutable_data())[1] = 1;
+  plan.warm = true;
 }
 
-void run_one(Plan& plan, const TensorView& out, const TensorView& shard, int64_t start, int64_t length,
-             const TensorView& tensor) {
-  STD_TORCH_CHECK(plan.call.num_sources == 1 && plan.call.num_outputs == 1, "shardsum: the plan has several rows");
-  set_source(plan.call, *plan.host, 0, shard, start, length);
-  set_output(plan.call, 0, out);
-  enqueue(plan, out, tensor);
+// A plan of one source and one output with the bounds of its row, in the memory of a tensor: ready to launch.
+struct BoundPlan {
+  int64_t version = kPlanVersion;
+  int64_t device;
+  Plan plan;
+};
+
+// peer_bind(Tensor plan, int start, int length, int device) -> Tensor
+void peer_bind(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg tensor(stack[0]);
+  BoundPlan bound;
+  bound.plan = read_whole_plan(tensor.view());
+  STD_TORCH_CHECK(bound.plan.call.num_sources == 1 && bound.plan.call.num_outputs == 1,
+                  "shardsum: the plan has several rows");
+  const auto start = torch::stable::detail::to<int64_t>(stack[1]),
+             length = torch::stable::detail::to<int64_t>(stack[2]);
+  STD_TORCH_CHECK(start >= 0 && length >= 0, "shardsum: bounds of the shard");
+  bound.plan.call.sources[0].start = static_cast<uint32_t>(start);
+  bound.plan.call.sources[0].length = static_cast<uint32_t>(length);
+  bound.device = torch::stable::detail::to<int64_t>(stack[3]);
+  static_assert(sizeof(BoundPlan) % sizeof(int64_t) == 0 && std::is_trivially_copyable_v<BoundPlan>);
+  const int64_t words = sizeof(BoundPlan) / sizeof(int64_t), stride = 1;
+  AtenTensorHandle handle = nullptr;
+  check(
+      aoti_torch_empty_strided(1, &words, &stride, aoti_torch_dtype_int64(), aoti_torch_device_type_cpu(), 0, &handle),
+      "empty");
+  TensorArg result(torch::stable::detail::from(handle));
+  __builtin_memcpy(result.view().mutable_data(), &bound, sizeof(bound));
+  stack[0] = result.release();
 }
 
-// peer_run_one(Tensor(a!) out, Tensor shard, int start, int length, Tensor(b!) plan)
-void peer_run_one(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorArg out(stack[0]), shard(stack[1]), tensor(stack[4]);
-  Plan plan = read_whole_plan(tensor.view());
-  run_one(plan, out.view(), shard.view(), torch::stable::detail::to<int64_t>(stack[2]),
-          torch::stable::detail::to<int64_t>(stack[3]), tensor.view());
+// Whether a call with other tensors than at the last time can be launched all the same: they are contiguous on the GPU,
+// `out` has the result's shape and shares no memory.
+bool fits(const BoundPlan& bound, const TensorView& out, const TensorView& shard) {
+  for (const TensorView* t : {&out, &shard}) {
+    if (t->device_type() != aoti_torch_device_type_cuda() || t->device_index() != bound.device) return false;
+    if (!t->is_contiguous()) return false;
+  }
+  const PeerOutput& output = bound.plan.call.outputs[0];
+  if (out.dim() != shard.dim() || out.dim() < 1 || out.size(0) != int64_t{output.end} - output.begin) return false;
+  for (int64_t d = 1; d < out.dim(); ++d)
+    if (out.size(d) != shard.size(d)) return false;
+  return !overlap(out, shard);
 }
 
-// peer_run_bound(Tensor(a!) out, Tensor shard, Tensor(b!) plan): start and length are the last words of the plan. An
-// int among the arguments costs Python more than a tensor.
+// peer_run_bound(Tensor(a!) out, Tensor shard, Tensor(b!) plan) -> bool, of peer_bind. Only addresses are set. False,
+// and nothing has happened: the tensors do not fit.
 void peer_run_bound(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorArg out(stack[0]), shard(stack[1]), tensor(stack[2]);
-  Words w(tensor.view());
-  Plan plan = read_plan(w);
-  const int64_t start = w.take(), length = w.take();
-  STD_TORCH_CHECK(w.at_end(), "shardsum: the plan is too long");
-  run_one(plan, out.view(), shard.view(), start, length, tensor.view());
+  const TensorArg out_arg(stack[0]), shard_arg(stack[1]), tensor(stack[2]);
+  const TensorView out = out_arg.view(), shard = shard_arg.view(), memory = tensor.view();
+  auto& bound = *static_cast<BoundPlan*>(memory.mutable_data());
+  STD_TORCH_CHECK(memory.size(0) * sizeof(int64_t) == sizeof(BoundPlan) && bound.version == kPlanVersion,
+                  "shardsum: this is not a bound plan of this version of the library");
+  const bool run = fits(bound, out, shard);
+  if (run) {
+    PeerCall& c = bound.plan.call;
+    c.stages = false;
+    set_source(c, *bound.plan.host, 0, shard, c.sources[0].start, c.sources[0].length);
+    set_output(c, 0, out);
+    enqueue(bound.plan, out);
+  }
+  stack[0] = torch::stable::detail::from(run);
 }
 
 const void* device_bounds(const std::optional<TensorArg>& values, PeerCall& c) {
@@ -226,15 +266,17 @@ void peer_run(StableIValue* stack, uint64_t, uint64_t) {
     set_source(c, *plan.host, i, shards[i], on_device ? 0 : bounds[2 * i], on_device ? 0 : bounds[2 * i + 1]);
   }
   for (int q = 0; q < c.num_outputs; ++q) set_output(c, q, outs[q]);
-  enqueue(plan, shards[0], tensor.view());
+  enqueue(plan, shards[0]);
+  static_cast<int64_t*>(tensor.view().mutable_data())[1] = 1;
 }
 
 }  // namespace
 }  // namespace shardsum
 
+STABLE_TORCH_LIBRARY_IMPL(shardsum, CPU, m) { m.impl("peer_bind", &shardsum::peer_bind); }
+
 STABLE_TORCH_LIBRARY_IMPL(shardsum, CUDA, m) {
   if (aoti_torch_get_current_cuda_stream == nullptr) return;
-  m.impl("peer_run_one", &shardsum::peer_run_one);
   m.impl("peer_run_bound", &shardsum::peer_run_bound);
   m.impl("peer_run", &shardsum::peer_run);
 }

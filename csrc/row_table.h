@@ -94,6 +94,9 @@ struct SumArgs {
 void sum_rows_cpu(const SumArgs& args, const Row* rows);
 void sum_masked_cpu(const SumArgs& args, const void* data, int64_t row_stride, const Mask& mask);
 
+// The device that a launch from this library goes to now. Returns a cudaError_t as int.
+int current_cuda_device(int* device);
+
 // CUDA: on `stream` of the current device, no synchronisation, no allocation besides `workspace`
 // (size * width accumulators; needed only where workspace_bytes() is not 0: R beyond one launch's table).
 // Return a cudaError_t as int.

@@ -33,6 +33,7 @@ from .requests import (
 )
 
 _names = itertools.count()
+_is_compiling = torch.compiler.is_compiling
 
 
 class Handle:
@@ -200,6 +201,26 @@ class Runner:
     def end(request: Request, size: int | None) -> int:
         return size if size is not None else max(end for _, end in request.sources or ())
 
+    def again(
+        self, name: str, shards: Shards, lists: Sequence[Any], out: Tensor | None, others: Hashable
+    ) -> list[Tensor] | None:
+        """The results of a call that is known by these arguments (:meth:`Replays.key`), launched again; None where it
+        must go through :meth:`collective`, of which nothing has happened then."""
+        if _is_compiling() or self.engine.peers is None or self.agreement.wary:
+            return None
+        key = self.replays.key(name, shards, lists, out, others)
+        if key is None:
+            return None
+        try:
+            return self.replays.run(key, shards, out)
+        except RuntimeError as error:
+            raise self.failure(name, error) from error
+        except ValueError:
+            raise
+        except BaseException as error:
+            self.agreement.leave(name, error)
+            raise
+
     def collective(
         self,
         name: str,
@@ -217,8 +238,8 @@ class Runner:
         Args:
             build: checks the arguments.
             deliver: makes the result from one tensor a hosted sink.
-            known_by: host lengths or intervals, and the remaining arguments, by which a call like this one is launched
-                again without all this; None where it never is.
+            known_by: host lengths or intervals, and the remaining arguments, by which :meth:`again` launches a call
+                like this one without all this; None where it never does.
         """
         if torch.compiler.is_compiling():
             result = deliver(self._apply(build()))
@@ -247,13 +268,10 @@ class Runner:
         async_op: bool,
         known_by: tuple[Sequence[Any], Hashable] | None,
     ) -> Any:
-        """A call that has begun: launched like an earlier one, or checked, compared and run."""
+        """A call that has begun: checked, compared and run."""
         key = None
         if known_by is not None and not async_op and self.engine.peers is not None and not self.agreement.wary:
             key = self.replays.key(name, shards, known_by[0], out, known_by[1])
-            outs = None if key is None else self.replays.run(key, shards, out)
-            if outs is not None:
-                return deliver(outs)
         try:
             request = build()
         except Disagreement:
@@ -278,6 +296,8 @@ class Runner:
             return
         if request.needs_grad or request.sources is None:
             return
+        if torch._C._are_functorch_transforms_active():  # what is made here would end with the transform
+            return
         width = request.shards[0].shape[1:].numel()
         if not width or not any(begin < end for begin, end in request.sinks):  # nothing is launched
             return
@@ -285,13 +305,17 @@ class Runner:
             return
         plan = self.engine.plan(request.sources, request.sinks, request.kinds)
         reduce, dtype = request.reduce, request.shards[0].dtype
-        launch = peers.launcher(plan, width, dtype, reduce.dtype, reduce.op, reduce.scale)
+        launch, looks = peers.launcher(plan, width, dtype, reduce.dtype, reduce.op, reduce.scale)
 
-        def again(outs: list[Tensor], shards: list[Tensor]) -> None:
+        def again(outs: list[Tensor], shards: list[Tensor]) -> bool:
+            self.agreement.begin()
             self.engine.begin(route)
-            launch(outs, shards)
+            if launch(outs, shards):
+                return True
+            self.agreement.call -= 1  # the long way counts it
+            return False
 
-        self.replays.remember(key, Known(again, [(o.shape, o.dtype) for o in outs]))
+        self.replays.remember(key, Known(again, [(o.shape, o.dtype) for o in outs], looks))
 
     def agree_compiled(
         self,

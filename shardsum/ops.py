@@ -74,15 +74,15 @@ def ragged_sum(
         >>> ragged_sum(x, [1, 3])
         tensor([30, 21, 22])
     """
+    if starts is None and accumulate is False and type(shards) is Tensor:
+        result = usual_sum(shards, lengths, size, op, scale, out_dtype, out)
+        if result is not None:
+            return result
     if not isinstance(accumulate, bool):
         raise ValueError(f"accumulate: expected a bool, got {accumulate!r}")
     if accumulate and out is None:
         raise ValueError("accumulate: needs out, the tensor to add to")
     if isinstance(shards, Tensor):
-        if starts is None and not accumulate:
-            result = usual_sum(shards, lengths, size, op, scale, out_dtype, out)
-            if result is not None:
-                return result
         return _padded(shards, lengths, starts, size, op, scale, out_dtype, out, accumulate)
     if lengths is None and starts is None and not accumulate:
         result = usual_list_sum(shards, size, op, scale, out_dtype, out)

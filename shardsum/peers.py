@@ -79,11 +79,12 @@ class Peers:
 
     def launcher(
         self, plan: ExchangePlan, width: int, dtype: torch.dtype, out_dtype: torch.dtype, op: str, scale: float | None
-    ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
-        """``launch(outs, shards)`` of such an exchange with nothing left to decide."""
+    ) -> tuple[Callable[[Sequence[Tensor], Sequence[Tensor]], bool], bool]:
+        """``launch(outs, shards)`` of such an exchange with nothing left to decide, and whether it looks at its tensors
+        (:attr:`PreparedCall.looks`)."""
         prepared = self.transport.prepare(plan, width, dtype, out_dtype, op, scale)
         held = [plan.sources[r] for r in plan.hosted_sources(self.transport.rank)]
-        return prepared.bound([bound for begin, end in held for bound in (begin, end - begin)])
+        return prepared.bound([bound for begin, end in held for bound in (begin, end - begin)]), prepared.looks
 
     def gather_lengths(self, plan_of: ExchangePlan, lengths: Tensor) -> Tensor:
         """The ``(R,)`` lengths of all virtual ranks from each process's hosted ones, unread by the host."""

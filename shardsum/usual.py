@@ -7,7 +7,7 @@ refuse what is unusual or wrong without saying why. The checks of :mod:`shardsum
 
 from __future__ import annotations
 
-import marshal
+from array import array
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from .numerics import resolve_out_dtype
 
 # torch.autograd.graph.increment_version without the checks of its argument.
 _increment_version = torch._C._increment_version
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _INTS = {int}
-_FEW = 8  # lengths that the dispatcher takes as a list faster than as a tensor
 _MAX_VECTORS = 256
-_vectors: dict[bytes, Tensor] = {}  # by what marshal makes of the list
+_vectors: dict[tuple[int, ...], Tensor] = {}  # lists of lengths as tensors
 
 
 def usual_sum(
@@ -35,7 +35,7 @@ def usual_sum(
     out: Tensor | None,
 ) -> Tensor | None:
     """The result (``out``, where given), or None where anything is unusual or wrong. Arguments as of ``ragged_sum``."""
-    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or forward_ad._current_level >= 0:
+    if _is_dynamo_compiling() or type(x) is not Tensor or forward_ad._current_level >= 0:
         return None
     if (x.requires_grad and torch.is_grad_enabled()) or (op != "sum" and op != "mean"):
         return None
@@ -43,24 +43,27 @@ def usual_sum(
         return None  # the operator would drop its gradient
     if size is not None and (type(size) is not int or x.shape[1:2] != (size,)):
         return None
-    if type(lengths) is list and len(lengths) > _FEW:
-        lengths = _as_vector(lengths)
-    listed = type(lengths) is list
-    if not (_INTS.issuperset(map(type, lengths)) if listed else _is_vector(lengths)):
-        return None  # the operator would read 3.7 in a Tensor as 3
+    if type(lengths) is list:
+        lengths = _vector_of(lengths)
+        if lengths is None:
+            return None
+    elif type(lengths) is not Tensor or not lengths.is_cpu or lengths.dtype != torch.int64:
+        return None
     native.load()
+    plain = scale is None and op == "sum"
     try:
         if out is None and out_dtype is None:
-            return _new_sum(x, lengths, listed, op, scale)
+            if plain:
+                return kernels.sum_checked_new(x, lengths)
+            return kernels.sum_checked_new_finish(x, lengths, op == "mean", scale)
         if out is None:
             out = x.new_empty(x.shape[1:], dtype=out_dtype)
         elif out_dtype is not None or out.requires_grad:
             return None
-        if listed and scale is None and op == "sum":
+        if plain:
             kernels.sum_checked(out, x, lengths)
         else:
-            sum_into = kernels.sum_checked_finish if listed else kernels.sum_checked_tensor
-            sum_into(out, x, lengths, op == "mean", scale)
+            kernels.sum_checked_finish(out, x, lengths, op == "mean", scale)
     except (RuntimeError, TypeError, AttributeError):
         return None
     _increment_version((out,))
@@ -73,7 +76,7 @@ def usual_list_sum(
     """The same for whole shards in a list or tuple."""
     if not isinstance(shards, (list, tuple)) or {*map(type, shards)} != {Tensor} or forward_ad._current_level >= 0:
         return None
-    if torch.compiler.is_dynamo_compiling() or (torch.is_grad_enabled() and any([x.requires_grad for x in shards])):
+    if _is_dynamo_compiling() or (torch.is_grad_enabled() and any([x.requires_grad for x in shards])):
         return None
     if (op != "sum" and op != "mean") or (scale is not None and type(scale) is not float):
         return None
@@ -96,35 +99,25 @@ def usual_list_sum(
     return out
 
 
-def _new_sum(x: Tensor, lengths: Any, listed: bool, op: str, scale: float | None) -> Tensor:
-    if listed and scale is None and op == "sum":
-        return kernels.sum_checked_new(x, lengths)
-    new_sum = kernels.sum_checked_new_finish if listed else kernels.sum_checked_new_tensor
-    return new_sum(x, lengths, op == "mean", scale)
-
-
-def _as_vector(lengths: list[int]) -> Tensor | None:
-    """Many ints as a tensor, None where something else is among them. In a list each costs the dispatcher 0.1 us; so
-    does every look at them here, and marshal tells values and types apart in one."""
-    try:
-        key = marshal.dumps(lengths, 2)
-    except ValueError:
+def _vector_of(lengths: list[int]) -> Tensor | None:
+    """Ints as a tensor: a list of four costs the dispatcher five times as much. None where something else is there."""
+    ints = (*lengths,)  # not what another thread may write meanwhile
+    if not _INTS.issuperset(map(type, ints)):  # 8.0 and True equal ints; the operator would read 3.7 in a Tensor as 3
         return None
-    vector = _vectors.get(key)
-    if vector is None:
-        lengths = marshal.loads(key)  # not what another thread may have written since
-        if not _INTS.issuperset(map(type, lengths)) or max(map(abs, lengths)) >= 1 << 63:
-            return None
-        if torch._C._are_functorch_transforms_active():  # a tensor made here would end with the transform
-            return None
-        if len(_vectors) >= _MAX_VECTORS:
-            _vectors.clear()
-        vector = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-        if type(vector) is not Tensor:  # a mode makes its own here
-            return None
-        _vectors[key] = vector
+    vector = _vectors.get(ints)
+    return _new_vector(ints) if vector is None else vector
+
+
+def _new_vector(ints: tuple[int, ...]) -> Tensor | None:
+    if torch._C._are_functorch_transforms_active():  # a tensor made here would end with the transform
+        return None
+    try:  # in a quarter of the time of torch.tensor
+        vector = torch.frombuffer(array("q", ints), dtype=torch.int64)
+    except (OverflowError, ValueError):  # more than 64 bits; no lengths
+        return None
+    if type(vector) is not Tensor:  # a mode makes its own here
+        return None
+    if len(_vectors) >= _MAX_VECTORS:
+        _vectors.clear()
+    _vectors[ints] = vector
     return vector
-
-
-def _is_vector(lengths: Any) -> bool:
-    return type(lengths) is Tensor and lengths.is_cpu and lengths.dtype == torch.int64

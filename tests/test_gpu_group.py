@@ -162,8 +162,54 @@ def replayed(rank: int, world_size: int) -> None:
             joined = torch.cat([s[:n] for s, n in zip(shards, lengths)])
             assert_same(group.all_gather(mine, lengths), joined)
     assert len(group._runner.replays) == 2 * (1 + 1 + 2 + 1 + 1)
-    with pytest.raises(ValueError, match="shares memory"):
-        group.all_reduce(mine, [40, 7], size=40, out=mine)
+    for lazy in (torch._neg_view(mine.neg()), torch._neg_view(mine.neg()).t().contiguous().t()):
+        out = torch.full_like(mine, float("nan"))
+        assert_same(group.all_reduce(lazy, [40, 7], size=40, out=out), expected)
+    count, shared = group._agreement.call, torch.zeros(60, 24, dtype=torch.bfloat16, device="cuda")
+    elsewhere = torch.device("cuda", 1 - rank)
+    for shard, out, message in (
+        (mine, mine, "out: shares memory"),
+        (shared[:40], shared[20:], "out: shares memory"),
+        (mine, mine.new_empty(960), "out: "),
+        (mine, mine.new_empty(24, 40), "out: "),
+        (mine, mine.to(elsewhere), "out: on cuda"),
+        (mine, mine.cpu(), "out: on cpu"),
+        (mine.to(elsewhere), None, "shards: on cuda"),
+        (mine.cpu(), None, "shards: on cpu"),
+        (mine.to_sparse(), None, "shards: "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            group.all_reduce(shard, [40, 7], size=40, out=out)
+        group._agreement.wary = False  # the next call is looked up as if it came first
+        assert_same(group.all_reduce(mine, [40, 7], size=40), expected)
+        group._agreement.wary = False
+    assert group._agreement.call == count + 2 * 9
+
+
+def replayed_on_streams(rank: int, world_size: int) -> None:
+    """Each call takes the result of the one before, which ran on another stream: first on the default one for long."""
+    group = ShardGroup(2, transport="peer")
+    rows = [random_values((64, 256), torch.float32, r).nan_to_num(1.0, 2.0, 3.0) for r in range(2)]
+    expected = reference.ragged_sum(rows, [0, 0], 64, out_dtype=torch.float32)
+    streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    buffers = [torch.full((64, 256), float("nan"), device="cuda") for _ in range(2)]
+    for _ in range(3):  # known from here on
+        group.all_reduce(rows[rank].cuda(), [64, 64], size=64, out=buffers[0])
+    torch.cuda.synchronize()
+    for step in range(60):
+        with torch.cuda.stream(streams[0 if step < 20 else (step * 7) % 3]):
+            if step % 5 == rank:
+                torch.cuda._sleep(500_000)
+            group.all_reduce(buffers[step % 2], [64, 64], size=64, out=buffers[1 - step % 2])
+    torch.cuda.synchronize()
+    group.check()
+    assert_same(buffers[0], expected * 2.0**60)
+    assert_same(buffers[1], expected * 2.0**59)
+
+
+@marked
+def test_replayed_calls_on_changing_streams() -> None:
+    run_processes(replayed_on_streams, 2, backend="nccl", timeout=150)
 
 
 @marked

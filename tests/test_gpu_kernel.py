@@ -9,6 +9,7 @@ other order of the adds, an early rounding or a read outside a row's bounds chan
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
@@ -264,15 +265,15 @@ def test_the_usual_call(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         [x[r, :n] for r, n in enumerate(lengths)], [0] * len(lengths), shape[1], out_dtype=out_dtype
     )
     vector = torch.tensor(lengths)  # on the host: read there, without synchronisation
-    for got in (ragged_sum(x, lengths), kernels.sum_checked_new(x, lengths), ragged_sum(x, vector)):
-        assert_bits(got, want)
-    assert_bits(kernels.sum_checked_new_tensor(x, vector, False, None), want)
+    for got in (ragged_sum(x, lengths), ragged_sum(x, lengths), kernels.sum_checked_new(x, vector)):
+        assert_bits(got, want)  # the second list is found as a tensor
+    assert_bits(kernels.sum_checked_new_finish(x, vector, False, None), want)
     out = poison(shape[1:], out_dtype)
     version = out._version
     assert ragged_sum(x, lengths, out=out) is out and out._version == version + 1
     assert_bits(out, want)
     out = poison(shape[1:], out_dtype)
-    kernels.sum_checked(out, x, lengths)
+    kernels.sum_checked(out, x, vector)
     assert_bits(out, want)
 
 
@@ -283,12 +284,37 @@ def test_the_usual_call_is_checked() -> None:
         bad += [(out.to("cuda:1"), x.to("cuda:0")), (out.to("cuda:0"), x.to("cuda:1"))]
     for target, shards in bad:
         with pytest.raises(RuntimeError, match=r"shardsum: "):
-            kernels.sum_checked(target, shards, lengths)
+            kernels.sum_checked(target, shards, torch.tensor(lengths))
         with pytest.raises(RuntimeError, match=r"shardsum: "):
-            kernels.sum_checked_tensor(target, shards, torch.tensor(lengths), False, None)
+            kernels.sum_checked_finish(target, shards, torch.tensor(lengths), False, None)
         with pytest.raises(ValueError, match=r"out: |lengths: "):
             ragged_sum(shards, lengths, out=target[:0])
     assert (out == 77).all()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("current", [0, 1])
+def test_tensors_on_a_gpu_that_is_not_current(current: int) -> None:
+    """Also in a thread that has not met CUDA: every launch goes where its tensors are."""
+    lengths = [8, 12, 10, 18]
+    x = make((4, 20), torch.float32, 13).to(f"cuda:{1 - current}")
+    want = reference.ragged_sum([x[r, :n].cpu() for r, n in enumerate(lengths)], [0] * 4, 20, out_dtype=torch.float32)
+    got: list[Tensor] = []
+
+    def sums() -> None:
+        with torch.cuda.device(current):
+            for _ in range(3):
+                got.append(ragged_sum(x, lengths))
+                got.append(ragged_sum(x, lengths, out=torch.full_like(got[-1], 77)))
+            assert torch.cuda.current_device() == current
+
+    sums()
+    thread = threading.Thread(target=sums)
+    thread.start()
+    thread.join()
+    assert len(got) == 12
+    for result in got:
+        assert_bits(result.cpu(), want)
 
 
 @pytest.mark.parametrize(("size", "width"), [(20, 1), (600, 64), (4000, 512)])

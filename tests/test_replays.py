@@ -35,6 +35,7 @@ def key(shards: Any = X, lists: Any = ([4, 2],), out: Any = None, others: Any = 
         {"lists": ([(4, 2)],)},
         {"lists": ([(4, 2), (0, 1)],)},
         {"out": X},
+        {"out": X.to(torch.float64)},
         {"others": 1},
         {"name": "reduce_scatter"},
     ],
@@ -76,7 +77,11 @@ class Calls(Replays):
         super().__init__(num_hosted, device)
         self.launched: list[list[Tensor]] = []
         self.call = self.key("all_reduce", shards, ([4, 2],), out, None)
-        self.remember(self.call, Known(lambda outs, rows: self.launched.append([*outs, *rows]), [((5, 3), X.dtype)]))
+        self.remember(self.call, Known(self.launch, [((5, 3) if out is None else out.shape, X.dtype)]))
+
+    def launch(self, outs: list[Tensor], rows: list[Tensor]) -> bool:
+        self.launched.append([*outs, *rows])
+        return True
 
 
 def test_a_known_call_is_launched_with_its_own_tensors() -> None:
@@ -116,6 +121,12 @@ def test_layout_address_device_and_gradients_are_looked_at_again(shard: Tensor, 
             assert calls.run(calls.call, shard, out) == [out]
 
 
+def test_the_shape_of_out_is_looked_at_again() -> None:
+    calls = Calls(1, X, torch.empty(4, 3))
+    assert calls.run(calls.call, X, torch.empty(3, 4)) is None and calls.run(calls.call, X, torch.empty(12)) is None
+    assert calls.run(calls.call, X, torch.empty(5, 3)) is None and not calls.launched
+
+
 def test_tangents_go_the_long_way_which_refuses_them() -> None:
     calls = Calls(1, X, None)
     with forward_ad.dual_level():
@@ -153,25 +164,46 @@ def test_arguments_that_no_call_takes() -> None:
 def test_the_oldest_of_many_is_forgotten() -> None:
     calls = Calls(1, X, None)
     for n in range(2000):
-        calls.remember(calls.key("all_reduce", X, ([n, 2],), None, 1), Known(lambda outs, rows: None, []))
+        calls.remember(calls.key("all_reduce", X, ([n, 2],), None, 1), Known(lambda outs, rows: True, []))
     assert len(calls) == 1024 and calls.run(calls.call, X, None) is None
 
 
 class Owner:
+    device = torch.device("cuda", 3)
+
     def check(self) -> None:
         raise RuntimeError("the group has failed")
 
 
-def test_a_bound_call_hands_its_bounds_over_behind_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_looks_itself_may_refuse() -> None:
+    for runs in (True, False):
+        calls = Calls(1, X, None)
+        calls.remember(calls.call, Known(lambda outs, rows, runs=runs: runs, [((5, 3), X.dtype)], looks=True))
+        assert (calls.run(calls.call, X.t().contiguous().t(), None) is not None) == runs
+        assert calls.run(calls.call, X.clone().requires_grad_(), None) is None
+
+
+def test_the_peer_launch_refuses_what_is_not_on_a_gpu() -> None:
+    plan = torch.zeros(3, dtype=torch.int64)
+    for out, shard in ((X, X), (X, X.to_sparse()), (X.to_sparse(), X), (X.to("meta"), X.to("meta"))):
+        assert peer._run_bound(out, shard, plan) is False
+
+
+def test_a_nested_tensor_is_not_known() -> None:
+    assert key(shards=torch.nested.nested_tensor([X, X[:2]])) is None
+
+
+def test_a_bound_call_hands_its_bounds_over(monkeypatch: pytest.MonkeyPatch) -> None:
     call = peer.PreparedCall(Owner(), None, None, [7, 1, 9], single=True)  # type: ignore[arg-type]
     ran = []
-    monkeypatch.setattr(peer, "_run_bound", lambda out, shard, plan: ran.append((out, shard, plan.tolist())))
+    monkeypatch.setattr(peer, "_bind", lambda plan, *bound: (plan.tolist(), *bound))
+    monkeypatch.setattr(peer, "_run_bound", lambda out, shard, plan: ran.append((out, shard, plan)) or True)
     out = torch.empty(4, 3)
-    call.bound([2, 5])([out], [X])
-    assert ran == [(out, X, [7, 1, 9, 2, 5])]
+    assert call.bound([2, 5])([out], [X]) and call.looks
+    assert ran == [(out, X, ([7, 1, 9], 2, 5, 3))]
     several = peer.PreparedCall(Owner(), None, None, [7, 1, 9], single=False)  # type: ignore[arg-type]
     monkeypatch.setattr(peer, "_run", lambda *args: ran.append(args))
-    several.bound([2, 5, 0, 1])([out], [X, X])
+    assert several.bound([2, 5, 0, 1])([out], [X, X]) and not several.looks
     assert ran[1][:5] == ([out], [X, X], [2, 5, 0, 1], None, None) and ran[1][5].tolist() == [7, 1, 9]
 
 
@@ -180,6 +212,7 @@ def test_a_failed_group_says_so_in_a_bound_call(single: bool, monkeypatch: pytes
     def fail(*args: Any) -> None:
         raise RuntimeError("CUDA error")
 
+    monkeypatch.setattr(peer, "_bind", lambda *args: None)
     for name in ("_run_bound", "_run"):
         monkeypatch.setattr(peer, name, fail)
     call = peer.PreparedCall(Owner(), None, None, [7, 1, 9], single)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import marshal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +26,8 @@ def test_the_usual_call_equals_reference(p: dict, stride: int | None) -> None:
     x, lengths, kwargs = laid_out(p["x"], p["layout"]), p["lengths"], p["kwargs"]
     rows = [x[r, :n] for r, n in enumerate(lengths)]
     expected = reference.ragged_sum(rows, [0] * len(rows), x.shape[1], **kwargs)
-    for form in (lengths, torch.tensor(lengths), torch.tensor([lengths, lengths]).t()[:, 0]):
+    usual._vectors.pop((*lengths,), None)  # a list that comes for the first time, and again
+    for form in (lengths, lengths, torch.tensor(lengths), torch.tensor([lengths, lengths]).t()[:, 0]):
         if stride is None:
             assert_same(shardsum.ragged_sum(x, form, **kwargs), expected)
             continue
@@ -79,12 +80,13 @@ UNFIT = {
 def test_the_operator_of_the_usual_call_checks_everything(name: str) -> None:
     out, x = torch.full((6,), 77.0), b0()
     before = x.clone()
-    call = UNFIT[name](x, out)
-    target, shards, lengths, *end = call
+    target, shards, lengths, *end = UNFIT[name](x, out)
+    vector = torch.tensor(lengths, dtype=torch.int64)
+    if not end:
+        with pytest.raises(RuntimeError, match=r"shardsum: |no native kernel"):
+            kernels.sum_checked(target, shards, vector)
     with pytest.raises(RuntimeError, match=r"shardsum: |no native kernel"):
-        kernels.sum_checked(*call) if not end else kernels.sum_checked_finish(*call)
-    with pytest.raises(RuntimeError, match=r"shardsum: |no native kernel"):
-        kernels.sum_checked_tensor(target, shards, torch.tensor(lengths, dtype=torch.int64), *(end or (False, None)))
+        kernels.sum_checked_finish(target, shards, vector, *(end or (False, None)))
     assert (out == 77).all() and torch.equal(x, before)
 
 
@@ -175,15 +177,33 @@ def test_many_lengths_are_kept_by_value_and_type() -> None:
 def test_a_list_written_meanwhile_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     x, lengths = random_values((12, 6), torch.float32, 0), [6, 5, 4, 3, 2, 1] * 2
     expected = shardsum.ragged_sum(x, tuple(lengths))
-    dumps, meanwhile = marshal.dumps, list(lengths)
+    meanwhile = list(lengths)
 
-    def dumps_then_write(value: list[int], version: int) -> bytes:
-        key = dumps(value, version)
-        value[0] = 0  # as another thread may
-        return key
+    class ThenWrite(frozenset):
+        def issuperset(self, types: Any) -> bool:
+            known = frozenset({int}).issuperset(types)
+            meanwhile[0] = 0  # as another thread may
+            return known
 
-    monkeypatch.setattr(marshal, "dumps", dumps_then_write)
+    monkeypatch.setattr(usual, "_INTS", ThenWrite())
     monkeypatch.setattr(usual, "_vectors", {})
     shardsum.ragged_sum(x, meanwhile)
-    monkeypatch.setattr(marshal, "dumps", dumps)
+    monkeypatch.setattr(usual, "_INTS", {int})
+    assert meanwhile[0] == 0
     assert_same(shardsum.ragged_sum(x, lengths), expected)
+
+
+def test_lengths_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usual, "_vectors", {})
+    x, out = b0(), torch.empty(6)
+    rows = [x[r, :n] for r, n in enumerate(B0_LENGTHS)]
+    for _ in range(3):
+        for op in ("sum", "mean"):
+            want = reference.ragged_sum(rows, [0] * 4, 6, op=op, out_dtype=x.dtype)
+            assert_same(shardsum.ragged_sum(x, B0_LENGTHS, op=op), want)
+            assert shardsum.ragged_sum(x, B0_LENGTHS, op=op, out=out.fill_(77)) is out
+            assert_same(out, want)
+    assert [*usual._vectors] == [(*B0_LENGTHS,)]
+    for n in range(1000):  # and not without end
+        usual._vector_of([n])
+    assert len(usual._vectors) <= 256

@@ -39,6 +39,15 @@ inline Epilogue make_epilogue(const SumArgs& a, int64_t first = 0, void* workspa
   return e;
 }
 
+// What <<<>>> does, in one call of the runtime. Returns a cudaError_t.
+template <typename Params>
+int launch(void (*kernel)(Params), int64_t blocks, int threads, cudaStream_t stream, const Params& params) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(threads), config.stream = stream;
+  void* arguments[] = {const_cast<Params*>(&params)};
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
+}
+
 inline cudaError_t count_sms(int* num_sms) {
   int device = 0;
   if (const cudaError_t e = cudaGetDevice(&device)) return e;

@@ -31,8 +31,7 @@ void shape_columns(MaskedParams& p, int64_t num_vectors, int64_t vectors_per_pos
 template <typename Kernel>
 int launch_columns(Kernel kernel, const MaskedParams& p, cudaStream_t stream) {
   const unsigned per_block = 32 * p.columns * kColumnWarps;
-  kernel<<<(p.num_vectors + per_block - 1) / per_block, kColumnWarps * 32, 0, stream>>>(p);
-  return cudaGetLastError();
+  return launch(kernel, (p.num_vectors + per_block - 1) / per_block, kColumnWarps * 32, stream, p);
 }
 
 }  // namespace
@@ -65,8 +64,7 @@ int sum_masked_cuda(const SumArgs& a, const void* data, int64_t row_stride, cons
       }
     }
     const int64_t per_block = kMaskedThreads * vec;
-    masked_vectors_kernel<T><<<unsigned((total + per_block - 1) / per_block), kMaskedThreads, 0, stream>>>(p);
-    return cudaGetLastError();
+    return launch(masked_vectors_kernel<T>, (total + per_block - 1) / per_block, kMaskedThreads, stream, p);
   });
 }
 

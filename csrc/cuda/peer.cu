@@ -210,19 +210,41 @@ static bool follows_one_kernel(cudaStream_t stream) {
   return count == 1 && cudaGraphNodeGetType(nodes[0], &type) == cudaSuccess && type == cudaGraphNodeTypeKernel;
 }
 
+// The group's last call outside a capture is over, for what `stream` gets from now on.
+static cudaError_t follow_eager_call(PeerHost& host, cudaStream_t stream) {
+  if (host.eager_stream == -1 || host.eager_stream == reinterpret_cast<int64_t>(stream)) return cudaSuccess;
+  const auto event = reinterpret_cast<cudaEvent_t>(host.eager_event);
+  if (host.eager_stream == 0 && !host.eager_records) {
+    if (const cudaError_t e = cudaEventRecord(event, nullptr)) return e;
+  }
+  host.eager_records = 1;
+  return cudaStreamWaitEvent(stream, event, 0);
+}
+
+// An event takes a tenth of the host's time. As long as all calls come on the default stream it is only recorded when
+// one comes on another stream, which then waits for all that the default stream has been given. Other streams may be
+// gone by then, or be captured.
+static cudaError_t note_eager_call(PeerHost& host, cudaStream_t stream) {
+  host.eager_stream = reinterpret_cast<int64_t>(stream);
+  if (stream == nullptr && !host.eager_records) return cudaSuccess;
+  return cudaEventRecord(reinterpret_cast<cudaEvent_t>(host.eager_event), stream);
+}
+
 int peer_enqueue(PeerCall& call, int64_t chunk_elements, bool warm, PeerHost& host, void* stream_handle) {
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   const auto id_of = reinterpret_cast<int64_t>(stream_handle);
-  cudaStreamCaptureStatus status;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long capture = 0;
-  if (const cudaError_t e = cudaStreamGetCaptureInfo(stream, &status, &capture)) return e;
+  if (stream != nullptr) {  // the default stream cannot be captured
+    if (const cudaError_t e = cudaStreamGetCaptureInfo(stream, &status, &capture)) return e;
+  }
   const bool capturing = status == cudaStreamCaptureStatusActive;
+  const auto capture_event = reinterpret_cast<cudaEvent_t>(host.capture_event);
   if (capturing && !warm) return kPeerNotWarm;
-  const bool follows = capturing ? host.capture_id == int64_t(capture) && host.capture_stream != id_of
-                                 : host.eager_stream != -1 && host.eager_stream != id_of;
-  const auto event = reinterpret_cast<cudaEvent_t>(capturing ? host.capture_event : host.eager_event);
-  if (follows) {
-    if (const cudaError_t e = cudaStreamWaitEvent(stream, event, 0)) return e;
+  if (!capturing) {
+    if (const cudaError_t e = follow_eager_call(host, stream)) return e;
+  } else if (host.capture_id == int64_t(capture) && host.capture_stream != id_of) {
+    if (const cudaError_t e = cudaStreamWaitEvent(stream, capture_event, 0)) return e;
   }
   const int64_t end = call.size * call.width;
   for (int64_t begin = 0; begin < end; begin += chunk_elements) {
@@ -231,11 +253,9 @@ int peer_enqueue(PeerCall& call, int64_t chunk_elements, bool warm, PeerHost& ho
     call.overlaps = capturing && follows_one_kernel(stream);
     if (const int e = peer_launch(call, stream_handle)) return e;
   }
-  if (capturing)
-    host.capture_id = int64_t(capture), host.capture_stream = id_of;
-  else
-    host.eager_stream = id_of;
-  return cudaEventRecord(event, stream);
+  if (!capturing) return note_eager_call(host, stream);
+  host.capture_id = int64_t(capture), host.capture_stream = id_of;
+  return cudaEventRecord(capture_event, stream);
 }
 
 }  // namespace shardsum

@@ -79,7 +79,8 @@ cudaError_t launch_peer_kernel(Kernel* kernel, const PeerCall& call, int threads
   config.gridDim = dim3(call.num_blocks), config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes, config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute, config.numAttrs = call.overlaps;
-  return cudaLaunchKernelEx(&config, kernel, call);
+  void* arguments[] = {const_cast<PeerCall*>(&call)};
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
 }
 
 // A barrier of the warps that read; whether it is true for any of them.

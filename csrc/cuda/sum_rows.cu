@@ -30,9 +30,8 @@ int launch_few(const SumArgs& a, const Rows& rows, cudaStream_t stream) {
   p.out = a.out;
   p.num_units = int(a.size * a.width / (kAligned ? kVec<T> : 1));
   constexpr int kPerBlock = kFewThreads * kItems;
-  sum_few_rows_kernel<T, kAligned, kPlain, kItems>
-      <<<(p.num_units + kPerBlock - 1) / kPerBlock, kFewThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return launch(sum_few_rows_kernel<T, kAligned, kPlain, kItems, Rows>, (p.num_units + kPerBlock - 1) / kPerBlock,
+                kFewThreads, stream, p);
 }
 
 template <typename T, bool kAligned, bool kPlain, int ROWS, int kItems = 1>
@@ -107,8 +106,7 @@ int sum_many(const SumArgs& a, cudaStream_t stream, Fill&& fill) {
   p.units_per_position = a.width;
   p.device.lengths = nullptr;
   fill(p, 1);
-  sum_many_rows_kernel<T><<<(p.num_units + 31) / 32, kManyThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return launch(sum_many_rows_kernel<T>, (p.num_units + 31) / 32, kManyThreads, stream, p);
 }
 
 // Up to ROWS rows of a padded tensor, else any rows.
@@ -137,8 +135,7 @@ int launch_tiles(RowsParams& p, int num_sms, cudaStream_t stream) {
   // Where many rows overlap, mostly at the front, a wide tile would still be at work when all others are done.
   p.narrow_tiles = p.num_rows >= kNarrowRows ? int(cols / 8) : 0;
   const int64_t blocks = p.narrow_tiles + (cols - p.narrow_tiles + p.tile_cols - 1) / p.tile_cols;
-  sum_rows_kernel<T, kAligned><<<unsigned(blocks), kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return launch(sum_rows_kernel<T, kAligned>, blocks, kThreads, stream, p);
 }
 
 // The output in slices of kMaxUnits, the rows in groups of kMaxRows with their sums carried over.
@@ -182,6 +179,8 @@ int sum_tiles(const SumArgs& a, bool aligned, void* workspace, cudaStream_t stre
 }
 
 }  // namespace
+
+int current_cuda_device(int* device) { return cudaGetDevice(device); }
 
 int64_t workspace_bytes(const SumArgs& a) {
   if (a.num_rows <= kMaxRows) return 0;

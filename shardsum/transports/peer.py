@@ -29,13 +29,14 @@ from .peer_plan import MemoryLayout, Message, Shape, Tuning
 __all__ = ["PeerTransport", "PreparedCall", "Tuning", "available"]
 
 _library = torch.library.Library("shardsum", "FRAGMENT")
-_library.define("peer_run_one(Tensor(a!) out, Tensor shard, int start, int length, Tensor(b!) plan) -> ()")
 _library.define(
     "peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, Tensor(b!) plan) -> ()"
 )
-_library.define("peer_run_bound(Tensor(a!) out, Tensor shard, Tensor(b!) plan) -> ()")
+_library.define("peer_bind(Tensor plan, int start, int length, int device) -> Tensor")
+_library.define("peer_run_bound(Tensor(a!) out, Tensor shard, Tensor(b!) plan) -> bool")
+_library.impl("peer_run_bound", lambda out, shard, plan: False, "CompositeExplicitAutograd")  # not on a GPU
 # OpOverload.__call__ only forwards to _op.
-_run_one = torch.ops.shardsum.peer_run_one.default._op
+_bind = torch.ops.shardsum.peer_bind.default._op
 _run_bound = torch.ops.shardsum.peer_run_bound.default._op
 _run = torch.ops.shardsum.peer_run.default._op
 
@@ -48,7 +49,7 @@ _BYTES = _DTYPE_CODES[torch.uint8]
 _PLAN_VERSION = 2
 _MAX_BUFFERS = 64
 _MAX_CALLS = 256
-_HOST_WORDS = 6  # of PeerHost, before its buffers
+_HOST_WORDS = 7  # of PeerHost, before its buffers
 
 #: Memory of groups that failed: a peer may still read it.
 _kept: list[Any] = []
@@ -87,28 +88,37 @@ class PreparedCall:
             RuntimeError: the group has failed; a capture of a signature that has not run; what CUDA says.
         """
         try:
-            if self._single and lengths is None:
-                _run_one(outs[0], shards[0], bounds[0], bounds[1], self._plan)
-            else:
-                _run(outs, shards, bounds, starts, lengths, self._plan)
+            _run(outs, shards, bounds, starts, lengths, self._plan)
         except RuntimeError:
             self._owner.check()
             raise
 
-    def bound(self, bounds: Sequence[int]) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
-        """``launch(outs, shards)``: this call, always with these bounds."""
-        if not self._single:
-            return lambda outs, shards: self(outs, shards, bounds)
-        plan = torch.cat([self._plan, torch.tensor(bounds, dtype=torch.int64, device="cpu")])
+    @property
+    def looks(self) -> bool:
+        """Whether a :meth:`bound` call looks at its tensors: it then returns False, and launches nothing, where they
+        are on another device, not contiguous, share memory, or ``out`` has another shape than the result."""
+        return self._single
 
-        def launch(outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+    def bound(self, bounds: Sequence[int]) -> Callable[[Sequence[Tensor], Sequence[Tensor]], bool]:
+        """``launch(outs, shards)``: this call, always with these bounds. Takes less of the host's time where this
+        process has one source and one sink."""
+
+        def launch(outs: Sequence[Tensor], shards: Sequence[Tensor]) -> bool:
+            self(outs, shards, bounds)
+            return True
+
+        if not self._single:
+            return launch
+        plan = _bind(self._plan, *bounds, self._owner.device.index)
+
+        def launch_bound(outs: Sequence[Tensor], shards: Sequence[Tensor]) -> bool:
             try:
-                _run_bound(outs[0], shards[0], plan)
+                return _run_bound(outs[0], shards[0], plan)
             except RuntimeError:
                 self._owner.check()
                 raise
 
-        return launch
+        return launch_bound
 
 
 class PeerTransport:
@@ -182,7 +192,7 @@ class PeerTransport:
         for event in self._events:
             event.record(torch.cuda.current_stream(self.device))  # the handle exists from the first record on
         handles = [event.cuda_event for event in self._events]
-        self._host = torch.tensor([*handles, -1, 0, 0, 0, *[0] * (2 * _MAX_BUFFERS)], device="cpu")  # PeerHost
+        self._host = torch.tensor([*handles, -1, 0, 0, 0, 0, *[0] * (2 * _MAX_BUFFERS)], device="cpu")  # PeerHost
         torch.cuda.synchronize(self.device)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -88,7 +88,7 @@ class Wire:
         RuntimeError after :meth:`fail`."""
         if self._failed is not None:
             raise RuntimeError(f"an earlier call of these processes ended amid its transfers: {self._failed}")
-        if self.group in _open:
+        if _open and self.group in _open:
             _open.pop(self.group)()
 
     def fail(self, error: BaseException) -> None:
