@@ -6,22 +6,25 @@
 One process: ragged sums of R shards padded to S positions of fp32, against torch (m: the float mask (R, S)).
 
 out=, allocating, mean       shardsum.ragged_sum with a list of lengths
+new lengths, out=            the same with a list that has not come for 400 calls
 tensor, out=                 the same with lengths in a tensor on the CPU
 eager out=, eager            torch.sum(x * m, 0, out=out), (x * m).sum(0)
 loop                         out.zero_(), then out[:length_r].add_(x[r, :length_r]) for every rank
 compile                      torch.compile of out.copy_((x * m).sum(0))
 
-Several: collectives of one bf16 shard a process, uneven lengths, against NCCL (gloo) and torch's symmetric memory,
-which move the padded shard. On CUDA a call ends when its work is enqueued; calls come in bursts short enough for the
-queue. Microseconds of the slowest process, in turns, everything verified first.
+Several: collectives of one bf16 shard a process, uneven lengths ("prepared": the launch alone of an all_reduce by peer
+memory), against NCCL (gloo) and torch's symmetric memory, which move the padded shard. On CUDA a call ends when its
+work is enqueued; calls come in bursts short enough for the queue. Microseconds of the slowest process, in turns,
+everything verified first.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ SUMS = {
     "1024 positions": [1024, 100, 700, 0, 513, 901, 1023, 12],
     "128 positions": [2 * r for r in range(64)],
 }
+NEW = "new lengths, out="
 POSITIONS, WIDTH = 32, 256  # of a collective: 16 KiB of bf16
 
 
@@ -68,6 +72,8 @@ def local_sums(lengths: list[int], size: int, device: torch.device) -> Calls:
     mask = (torch.arange(size) < torch.tensor(lengths)[:, None]).to(device, torch.float32)
     out, vector = torch.full((size,), float("nan"), device=device), torch.tensor(lengths)
     compiled = torch.compile(lambda x, m, out: out.copy_((x * m).sum(0)))
+    others = [[i % 20, i // 20, *lengths[2:]] for i in range(400)]
+    new = itertools.cycle(others)
 
     def loop() -> Tensor:
         out.zero_()
@@ -78,6 +84,7 @@ def local_sums(lengths: list[int], size: int, device: torch.device) -> Calls:
     calls: Calls = {
         "out=": lambda: ragged_sum(x, lengths, out=out),
         "allocating": lambda: ragged_sum(x, lengths),
+        NEW: lambda: ragged_sum(x, next(new), out=out),
         "tensor, out=": lambda: ragged_sum(x, vector, out=out),
         "mean, out=": lambda: ragged_sum(x, lengths, op="mean", out=out),
         "eager out=": lambda: torch.sum(x * mask, 0, out=out),
@@ -85,12 +92,12 @@ def local_sums(lengths: list[int], size: int, device: torch.device) -> Calls:
         "loop": loop,
         "compile": lambda: compiled(x, mask, out),
     }
-    rows = [x[r, :n].cpu() for r, n in enumerate(lengths)]
     for name, call in calls.items():
         op = "mean" if "mean" in name else "sum"
+        rows = [x[r, :n].cpu() for r, n in enumerate(others[0] if name == NEW else lengths)]
         want = reference.ragged_sum(rows, [0] * len(rows), size, op=op, out_dtype=torch.float32)
         got = call().cpu()
-        if name in ("out=", "allocating", "tensor, out=", "mean, out="):
+        if name in ("out=", "allocating", NEW, "tensor, out=", "mean, out="):
             assert bits.equal(got, want), f"{name}: {bits.first_difference(got, want)}"
         torch.testing.assert_close(got, want)
     return calls
@@ -117,6 +124,11 @@ def collectives(group: ShardGroup, processes: Processes) -> Calls:
         for _ in range(2):  # the second one is a call that has run before
             got = calls[name]().cpu()
             assert bits.equal(got, want), f"{name}: {bits.first_difference(got, want)}"
+    if group.engine.peers is not None:
+        plan = group.engine.plan(tuple((0, n) for n in lengths), ((0, POSITIONS),) * group.world_size, "vp")
+        launch, _ = group.engine.peers.launcher(plan, WIDTH, x.dtype, x.dtype, "sum", None)
+        outs, shards = [out], [x]
+        calls["prepared"] = lambda: launch(outs, shards)
     calls["dist.all_reduce"] = lambda: dist.all_reduce(work)
     try:
         symmetric = Symmetric(x.nbytes, device, processes)
@@ -127,8 +139,10 @@ def collectives(group: ShardGroup, processes: Processes) -> Calls:
     return calls
 
 
-def measure(name: str, calls: Calls, device: torch.device, processes: Processes, samples: int) -> dict[str, Timing]:
-    timings = turns({n: sampler(c, device, processes) for n, c in calls.items()}, samples)
+def measure(
+    name: str, calls: Calls, device: torch.device, processes: Processes, samples: int, skip: Sequence[str] = ()
+) -> dict[str, Timing]:
+    timings = turns({n: sampler(c, device, processes) for n, c in calls.items() if n not in skip}, samples)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"\n{name}")
         for variant, timing in timings.items():
@@ -140,6 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--skip", nargs="*", default=(), help="variants to leave out")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     native.load()
@@ -151,13 +166,13 @@ def main() -> None:
             group = ShardGroup(device=device)
             name = f"{group.world_size} processes, {POSITIONS} x {WIDTH} bf16"
             calls = collectives(group, processes)
-            measured[name] = measure(name, calls, device, processes, args.samples)
+            measured[name] = measure(name, calls, device, processes, args.samples, args.skip)
             print(f"transport: {group.stats().route.transport}") if group.rank == 0 else None
         else:
             for text, lengths in SUMS.items():
                 name = f"R={len(lengths)}, {text}, fp32"
                 calls = local_sums(lengths, int(text.split()[0]), device)
-                measured[name] = measure(name, calls, device, processes, args.samples)
+                measured[name] = measure(name, calls, device, processes, args.samples, args.skip)
         first = not several or dist.get_rank() == 0
     if args.json and first:
         rows = {name: {v: asdict(t) for v, t in timings.items()} for name, timings in measured.items()}

@@ -7,7 +7,9 @@ refuse what is unusual or wrong without saying why. The checks of :mod:`shardsum
 
 from __future__ import annotations
 
-from array import array
+import struct
+from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +23,40 @@ from .numerics import resolve_out_dtype
 _increment_version = torch._C._increment_version
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _INTS = {int}
-_MAX_VECTORS = 256
-_vectors: dict[tuple[int, ...], Tensor] = {}  # lists of lengths as tensors
+
+
+class _Vector:
+    """A CPU tensor of so many lengths, which ``write`` overwrites; ``ints`` are those in it. ``others`` are free."""
+
+    __slots__ = ("ints", "others", "tensor", "write")
+
+    def __init__(self, length: int) -> None:
+        memory = bytearray(8 * length)
+        self.tensor = torch.frombuffer(memory, dtype=torch.int64)  # ValueError for none
+        self.write = partial(struct.Struct(f"{length}q").pack_into, memory, 0)
+        self.ints: tuple[int, ...] | None = None
+        self.others = _free[length]
+        if type(self.tensor) is not Tensor or torch._C._are_functorch_transforms_active():
+            raise ValueError("a mode makes its own tensors, and those of a transform end with it")
+
+
+_free: defaultdict[int, list[_Vector]] = defaultdict(list)  # by number of lengths; a call takes one while it runs
+
+
+def _take(lengths: list[int]) -> _Vector | None:
+    """Ints as a tensor: of four it costs the dispatcher a fifth of a list. None where something else is there."""
+    ints = (*lengths,)  # not what another thread may write meanwhile
+    if not _INTS.issuperset(map(type, ints)):  # a tensor takes True, and the operator 3.7 in a Tensor as 3
+        return None
+    free = _free[len(ints)]
+    try:
+        vector = free.pop() if free else _Vector(len(ints))
+        if vector.ints != ints:
+            vector.write(*ints)
+            vector.ints = ints
+    except (IndexError, ValueError, struct.error):  # another thread took the last one; none can be; beyond 64 bits
+        return None
+    return vector
 
 
 def usual_sum(
@@ -43,10 +77,12 @@ def usual_sum(
         return None  # the operator would drop its gradient
     if size is not None and (type(size) is not int or x.shape[1:2] != (size,)):
         return None
+    vector = None
     if type(lengths) is list:
-        lengths = _vector_of(lengths)
-        if lengths is None:
+        vector = _take(lengths)
+        if vector is None:
             return None
+        lengths = vector.tensor
     elif type(lengths) is not Tensor or not lengths.is_cpu or lengths.dtype != torch.int64:
         return None
     native.load()
@@ -66,6 +102,9 @@ def usual_sum(
             kernels.sum_checked_finish(out, x, lengths, op == "mean", scale)
     except (RuntimeError, TypeError, AttributeError):
         return None
+    finally:
+        if vector is not None:
+            vector.others.append(vector)
     _increment_version((out,))
     return out
 
@@ -97,27 +136,3 @@ def usual_list_sum(
         return None
     _increment_version((out,))
     return out
-
-
-def _vector_of(lengths: list[int]) -> Tensor | None:
-    """Ints as a tensor: a list of four costs the dispatcher five times as much. None where something else is there."""
-    ints = (*lengths,)  # not what another thread may write meanwhile
-    if not _INTS.issuperset(map(type, ints)):  # 8.0 and True equal ints; the operator would read 3.7 in a Tensor as 3
-        return None
-    vector = _vectors.get(ints)
-    return _new_vector(ints) if vector is None else vector
-
-
-def _new_vector(ints: tuple[int, ...]) -> Tensor | None:
-    if torch._C._are_functorch_transforms_active():  # a tensor made here would end with the transform
-        return None
-    try:  # in a quarter of the time of torch.tensor
-        vector = torch.frombuffer(array("q", ints), dtype=torch.int64)
-    except (OverflowError, ValueError):  # more than 64 bits; no lengths
-        return None
-    if type(vector) is not Tensor:  # a mode makes its own here
-        return None
-    if len(_vectors) >= _MAX_VECTORS:
-        _vectors.clear()
-    _vectors[ints] = vector
-    return vector

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from processes import run_processes
-from test_group import chunked, exchange_in_processes, movement, token_means
+from test_collectives import movement, token_means
+from test_group import chunked, exchange_in_processes
 from values import assert_same, random_values
 
 from shardsum import ShardGroup, reference

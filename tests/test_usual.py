@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,6 @@ def test_the_usual_call_equals_reference(p: dict, stride: int | None) -> None:
     x, lengths, kwargs = laid_out(p["x"], p["layout"]), p["lengths"], p["kwargs"]
     rows = [x[r, :n] for r, n in enumerate(lengths)]
     expected = reference.ragged_sum(rows, [0] * len(rows), x.shape[1], **kwargs)
-    usual._vectors.pop((*lengths,), None)  # a list that comes for the first time, and again
     for form in (lengths, lengths, torch.tensor(lengths), torch.tensor([lengths, lengths]).t()[:, 0]):
         if stride is None:
             assert_same(shardsum.ragged_sum(x, form, **kwargs), expected)
@@ -186,24 +187,54 @@ def test_a_list_written_meanwhile_leaves_nothing_behind(monkeypatch: pytest.Monk
             return known
 
     monkeypatch.setattr(usual, "_INTS", ThenWrite())
-    monkeypatch.setattr(usual, "_vectors", {})
     shardsum.ragged_sum(x, meanwhile)
     monkeypatch.setattr(usual, "_INTS", {int})
     assert meanwhile[0] == 0
     assert_same(shardsum.ragged_sum(x, lengths), expected)
 
 
-def test_lengths_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usual, "_vectors", {})
+def test_the_tensor_of_lengths_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usual, "_free", defaultdict(list))
     x, out = b0(), torch.empty(6)
-    rows = [x[r, :n] for r, n in enumerate(B0_LENGTHS)]
-    for _ in range(3):
+    wrong = [7, 0, 0, 0], [-1, 0, 0, 0], [1 << 63] * 4
+    for lengths in (B0_LENGTHS, B0_LENGTHS, [6, 6, 6, 6], wrong[0], B0_LENGTHS, *wrong[1:], [0, 6, 0, 0]):
+        rows = [x[r, :n] for r, n in enumerate(lengths)]
         for op in ("sum", "mean"):
+            if lengths in wrong:
+                with pytest.raises(ValueError, match="lengths: virtual rank 0 has"):
+                    shardsum.ragged_sum(x, lengths, op=op)
+                continue
             want = reference.ragged_sum(rows, [0] * 4, 6, op=op, out_dtype=x.dtype)
-            assert_same(shardsum.ragged_sum(x, B0_LENGTHS, op=op), want)
-            assert shardsum.ragged_sum(x, B0_LENGTHS, op=op, out=out.fill_(77)) is out
+            assert_same(shardsum.ragged_sum(x, lengths, op=op), want)
+            assert shardsum.ragged_sum(x, lengths, op=op, out=out.fill_(77)) is out
             assert_same(out, want)
-    assert [*usual._vectors] == [(*B0_LENGTHS,)]
-    for n in range(1000):  # and not without end
-        usual._vector_of([n])
-    assert len(usual._vectors) <= 256
+    assert len(usual._free[4]) == 1
+
+
+def test_threads_have_lengths_of_their_own() -> None:
+    """While a sum runs on one thread, others write their lengths."""
+    x = torch.randn(4, 40_000)
+    cases = [[40_000 - 9_999 * k, 100 * k, 7, 39_999] for k in range(4)]
+    wanted = [shardsum.ragged_sum(x, tuple(lengths)) for lengths in cases]
+    failed: list[int] = []
+
+    def work(k: int) -> None:
+        for i in range(60):
+            case = (k + i) % 4
+            if not torch.equal(shardsum.ragged_sum(x, cases[case]), wanted[case]):
+                failed.append(case)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_lengths_in_a_transform_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usual, "_free", defaultdict(list))
+    weight = torch.ones(6)
+    grad = torch.func.grad(lambda w: (w * shardsum.ragged_sum(b0(), B0_LENGTHS)).sum())(weight)
+    assert grad.tolist() == B0_SUM and not usual._free[4]
+    assert shardsum.ragged_sum(b0(), B0_LENGTHS).tolist() == B0_SUM
