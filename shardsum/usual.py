@@ -7,6 +7,7 @@ refuse what is unusual or wrong without saying why. The checks of :mod:`shardsum
 
 from __future__ import annotations
 
+import marshal
 import struct
 from collections import defaultdict
 from functools import partial
@@ -23,18 +24,20 @@ from .numerics import resolve_out_dtype
 _increment_version = torch._C._increment_version
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _INTS = {int}
+_FEW = 8
 
 
 class _Vector:
-    """A CPU tensor of so many lengths, which ``write`` overwrites; ``ints`` are those in it. ``others`` are free."""
+    """A CPU tensor of so many lengths, which ``write`` overwrites. ``key`` are those in it, as a tuple or as marshal
+    writes them; ``others`` are free."""
 
-    __slots__ = ("ints", "others", "tensor", "write")
+    __slots__ = ("key", "others", "tensor", "write")
 
     def __init__(self, length: int) -> None:
         memory = bytearray(8 * length)
         self.tensor = torch.frombuffer(memory, dtype=torch.int64)  # ValueError for none
         self.write = partial(struct.Struct(f"{length}q").pack_into, memory, 0)
-        self.ints: tuple[int, ...] | None = None
+        self.key: tuple[int, ...] | bytes = b""
         self.others = _free[length]
         if type(self.tensor) is not Tensor or torch._C._are_functorch_transforms_active():
             raise ValueError("a mode makes its own tensors, and those of a transform end with it")
@@ -44,16 +47,21 @@ _free: defaultdict[int, list[_Vector]] = defaultdict(list)  # by number of lengt
 
 
 def _take(lengths: list[int]) -> _Vector | None:
-    """Ints as a tensor: of four it costs the dispatcher a fifth of a list. None where something else is there."""
-    ints = (*lengths,)  # not what another thread may write meanwhile
-    if not _INTS.issuperset(map(type, ints)):  # a tensor takes True, and the operator 3.7 in a Tensor as 3
-        return None
-    free = _free[len(ints)]
+    """Ints as a tensor: of four it costs the dispatcher a fifth of a list. None where something else is there. Of many,
+    marshal tells values and types apart in one look."""
+    few = len(lengths) <= _FEW
     try:
-        vector = free.pop() if free else _Vector(len(ints))
-        if vector.ints != ints:
+        key = (*lengths,) if few else marshal.dumps(lengths, 2)  # not what another thread may write meanwhile
+        if few and not _INTS.issuperset(map(type, key)):  # a tensor takes True, and the operator 3.7 in a Tensor as 3
+            return None
+        free = _free[len(lengths)]
+        vector = free.pop() if free else _Vector(len(lengths))
+        if vector.key != key:
+            ints = key if isinstance(key, tuple) else marshal.loads(key)
+            if not (few or _INTS.issuperset(map(type, ints))):
+                return None
             vector.write(*ints)
-            vector.ints = ints
+            vector.key = key
     except (IndexError, ValueError, struct.error):  # another thread took the last one; none can be; beyond 64 bits
         return None
     return vector
