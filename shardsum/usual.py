@@ -23,22 +23,20 @@ from .numerics import resolve_out_dtype
 # torch.autograd.graph.increment_version without the checks of its argument.
 _increment_version = torch._C._increment_version
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_INTS = {int}
-_FEW = 8
 
 
 class _Vector:
-    """A CPU tensor of so many lengths, which ``write`` overwrites. ``key`` are those in it, as a tuple or as marshal
-    writes them; ``others`` are free."""
+    """A CPU tensor of so many lengths, which is overwritten. ``key`` are those in it, as marshal writes a list of them;
+    ``others`` are free."""
 
-    __slots__ = ("key", "others", "tensor", "write")
+    __slots__ = ("key", "kinds", "others", "read", "tensor", "write")
 
     def __init__(self, length: int) -> None:
         memory = bytearray(8 * length)
         self.tensor = torch.frombuffer(memory, dtype=torch.int64)  # ValueError for none
         self.write = partial(struct.Struct(f"{length}q").pack_into, memory, 0)
-        self.key: tuple[int, ...] | bytes = b""
-        self.others = _free[length]
+        self.key, self.others = b"", _free[length]
+        self.read, self.kinds = struct.Struct("<5x" + "xi" * length).unpack, b"i" * length
         if type(self.tensor) is not Tensor or torch._C._are_functorch_transforms_active():
             raise ValueError("a mode makes its own tensors, and those of a transform end with it")
 
@@ -47,22 +45,22 @@ _free: defaultdict[int, list[_Vector]] = defaultdict(list)  # by number of lengt
 
 
 def _take(lengths: list[int]) -> _Vector | None:
-    """Ints as a tensor: of four it costs the dispatcher a fifth of a list. None where something else is there. Of many,
-    marshal tells values and types apart in one look."""
-    few = len(lengths) <= _FEW
+    """Ints as a tensor: of four it costs the dispatcher a fifth of a list. None where something else is there.
+
+    marshal looks at them once, whatever another thread may write meanwhile, and tells True and 8.0 from ints, which a
+    tensor would take: 5 bytes in front, then a byte "i" and 4 of value for each that fits into 32 bits.
+    """
     try:
-        key = (*lengths,) if few else marshal.dumps(lengths, 2)  # not what another thread may write meanwhile
-        if few and not _INTS.issuperset(map(type, key)):  # a tensor takes True, and the operator 3.7 in a Tensor as 3
-            return None
+        key = marshal.dumps(lengths, 2)
         free = _free[len(lengths)]
         vector = free.pop() if free else _Vector(len(lengths))
         if vector.key != key:
-            ints = key if isinstance(key, tuple) else marshal.loads(key)
-            if not (few or _INTS.issuperset(map(type, ints))):
+            if key[5::5] != vector.kinds:
+                free.append(vector)
                 return None
-            vector.write(*ints)
+            vector.write(*vector.read(key))
             vector.key = key
-    except (IndexError, ValueError, struct.error):  # another thread took the last one; none can be; beyond 64 bits
+    except (IndexError, ValueError, struct.error):  # another thread took the last one; none can be; of another length
         return None
     return vector
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import marshal
 import threading
 from collections import defaultdict
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from values import B0_LENGTHS, B0_SUM, assert_same, b0, random_values
 
 import shardsum
-from shardsum import kernels, reference, usual
+from shardsum import bits, kernels, reference, usual
 
 
 @settings(deadline=None, max_examples=200)
@@ -176,21 +177,26 @@ def test_many_lengths_are_kept_by_value_and_type() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[6, 5, 4, 3], [6, 5, 4, 3, 2, 1] * 2])
-def test_a_list_written_meanwhile_leaves_nothing_behind(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("longer", [False, True])
+def test_a_list_written_meanwhile_leaves_nothing_behind(
+    lengths: list[int], longer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = random_values((len(lengths), 6), torch.float32, 0)
     expected = shardsum.ragged_sum(x, tuple(lengths))
     meanwhile = list(lengths)
 
-    class ThenWrite(frozenset):
-        def issuperset(self, types: Any) -> bool:
-            known = frozenset({int}).issuperset(types)
-            meanwhile[0] = 0  # as another thread may
-            return known
+    def dumps_then_write(values: list[int], version: int) -> bytes:
+        data = marshal.dumps(values, version)
+        meanwhile[0] = 0  # as another thread may
+        if longer:
+            meanwhile.append(1)
+        return data
 
-    monkeypatch.setattr(usual, "_INTS", ThenWrite())
     monkeypatch.setattr(usual, "_free", defaultdict(list))
-    shardsum.ragged_sum(x, meanwhile)
-    monkeypatch.setattr(usual, "_INTS", {int})
+    monkeypatch.setattr(usual, "marshal", SimpleNamespace(dumps=dumps_then_write))
+    got = usual.usual_sum(x, meanwhile, None, "sum", None, None, None)
+    assert got is None if longer else bits.equal(got, expected)
+    monkeypatch.undo()
     assert meanwhile[0] == 0
     assert_same(shardsum.ragged_sum(x, lengths), expected)
 
