@@ -23,8 +23,9 @@ the shards' dtype, trailing shape ``*F`` and (where the backward is a collective
 own are its shards, lengths of forms (b) and (c), ``out`` and ``async_op``.
 
 Errors: bad input is a ValueError with the same sentence on every process, before data moves (at the first use of a
-signature, or always with ``check="always"``). A process that dies or does not come is a RuntimeError within the timeout
-that names it; the group cannot be used afterwards.
+signature, or always with ``check="always"``); where several processes pass bad input, each of them names its own. A
+process that dies or does not come is a RuntimeError within the timeout that names it; the group cannot be used
+afterwards.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class ShardGroup:
             torch.distributed is initialised, else this process alone.
         placement: "contiguous", "zigzag", or the owning process of every virtual rank
             (:func:`shardsum.layout.owners_of`).
-        transport: "auto", or one of :data:`shardsum.transports.TRANSPORTS` to force it.
+        transport: "auto", or "gather", "all_to_all" or "peer" to force it ("local" is a lone process's).
         device: where shards live. Default: the group's CUDA device if it has one, else the CPU; a lone process takes
             shards on any device.
         check: "first" compares arguments across processes once a signature, "always" on every call.
@@ -168,8 +169,9 @@ class ShardGroup:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor for shards. Collective; every process passes the same shape and dtype.
 
-        With the peer transport its memory is mapped by all GPUs of the group, which read aligned shards in it in place
-        (:meth:`shardsum.transports.peer.PeerTransport.empty`); else it is an ordinary tensor on the group's device.
+        With the peer transport its memory is mapped by all GPUs of the group: where peers read rows, they read aligned
+        shards in it in place (:meth:`shardsum.transports.peer.PeerTransport.empty`). Else it is an ordinary tensor on
+        the group's device.
         """
         if self.engine.peers is not None:
             return self.engine.peers.transport.empty(shape, dtype)

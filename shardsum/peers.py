@@ -102,11 +102,11 @@ class Peers:
         """``(two_shot, egress, ingress)``: bytes from each process to others, and from them to it."""
         owners = self._arguments[1]
         message = peer_plan.describe_message(plan, width, in_bytes, out_bytes, move)
-        layout = peer_plan.MemoryLayout(len(owners), plan.world_size, 1, self._hosted, 1 << 20)
-        saved = peer_plan.two_shot_saves(message, layout)
-        two_shot = message.replicated and not move and Tuning().pays_two_shot(plan.world_size, saved)
+        tuning = Tuning()
+        limit = tuning.push_limit(plan.world_size)
+        layout = peer_plan.MemoryLayout(len(owners), plan.world_size, 1, self._hosted, 1 << 20, limit)
         processes = range(plan.world_size)
-        if not two_shot:
+        if not peer_plan.takes_two_shot(message, layout, tuning):
             egress = tuple(plan.egress(p) * width * in_bytes for p in processes)
             return False, egress, tuple(plan.ingress(p) * width * in_bytes for p in processes)
         others, part = plan.world_size - 1, length(plan.sinks[0]) / plan.world_size

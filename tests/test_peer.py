@@ -28,6 +28,7 @@ from values import assert_same, random_values
 from shardsum import reference
 from shardsum.layout import ExchangePlan, intervals_of, length, owners_of, split_evenly
 from shardsum.numerics import accumulator_dtype
+from shardsum.peers import Peers
 from shardsum.transports import peer, peer_plan
 from shardsum.transports.peer import PeerTransport, Tuning
 from shardsum.transports.peer_memory import available, unreachable
@@ -129,6 +130,24 @@ def test_regions_of_the_symmetric_block_are_apart_and_aligned(world_size: int, r
 def reduced(world_size: int, num_bytes: int, tuning: Tuning | None = None, rows: int = 1) -> bool:
     m = Message(num_bytes // 2, 1, num_bytes // 2, num_bytes // 2, 2, 2, False, True)
     return peer_plan.choose_shape(m, layout_of(world_size, rows, 256 << 20), tuning or Tuning()).two_shot
+
+
+@pytest.mark.parametrize("world_size, rows", [(2, 1), (2, 8), (4, 1), (4, 2), (8, 1)])
+def test_what_is_predicted_is_what_is_launched(world_size: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardsum.peers.available", lambda *args: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
+    owners = owners_of(world_size * rows, world_size, "contiguous")
+    peers = Peers(None, lambda value: [value], owners, torch.device("cpu"), 1.0)  # type: ignore[arg-type]
+    limit = Tuning().push_limit(world_size)
+    layout = layout_of(world_size, rows, 64 << 20, push=limit)
+    for size in (1 << 10, limit, limit + 1024, 64 << 20):
+        sources, sinks = ((0, size // 2),) * len(owners), ((0, size // 2),) * world_size
+        plan = ExchangePlan(sources, owners, sinks, tuple(range(world_size)), world_size)
+        shape = peer_plan.choose_shape(peer_plan.describe_message(plan, 1, 2, 2, False), layout, Tuning())
+        two_shot, egress, _ = peers.predict(plan, 1, 2, 2, False)
+        assert two_shot == shape.two_shot and shape.push == (size <= limit)
+        if shape.push:  # every peer gets every row
+            assert egress == ((world_size - 1) * rows * size,) * world_size
 
 
 def test_two_shot_where_it_spares_the_links() -> None:

@@ -30,11 +30,11 @@ class Tuning:
     Attributes:
         threads: of a block, a multiple of 32 from 96 to 256.
         blocks: the most of a launch. Also limited by the smallest GPU's multiprocessors: half of what can be resident.
-        producer_warps: warps of a block that copy in later pieces while the others read.
-        small_bytes: rows up to this size are copied and signalled as one piece.
-        columns, stretches: vectors a lane, and stretches a tile, of larger rows; a tile is a piece.
+        producer_warps: warps of a block that copy in, or write, later pieces while the others sum.
+        small_bytes: rows that are read are copied and signalled as one piece up to this size.
+        columns, stretches: vectors a lane, and stretches a tile, of larger ones; a tile is a piece.
         two_shot_bytes: how many bytes a two-shot must save on the busiest link to pay for its second round of signals.
-        push_bytes: rows of a sum up to this size are pushed, word by word, to the peers instead of being read by them.
+        push_bytes: rows of a sum up to this size are pushed to the peers, word by word.
         write_processes: in groups up to this size larger rows are written, piece by piece, also where they travel once.
         write_pieces, write_stretches: a block's part of a written row has so many pieces, but none has more stretches.
         one_producer_bytes: up to this size a block has one producer warp for written rows, above it producer_warps.
@@ -237,11 +237,11 @@ def choose_shape(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: boo
     """How to launch ``m``; ``two_shot`` forces one or two rounds for a replicated sum that is not pushed."""
     if two_shot and (m.move or not m.replicated):
         raise ValueError("two_shot: only for a sum that every process gets")
-    if two_shot is None and not m.move and 0 < m.size * m.width * m.in_bytes <= layout.push_limit and m.in_bytes > 1:
+    if two_shot is None and is_pushed(m, layout):
         total = m.size * m.width
         return Shape(choose_push_tiles(m, total, layout.max_blocks, tuning), total, False, push=True)
     if two_shot is None:
-        two_shot = m.replicated and not m.move and tuning.pays_two_shot(layout.world_size, two_shot_saves(m, layout))
+        two_shot = takes_two_shot(m, layout, tuning)
     write, parts = layout.writes or two_shot, layout.world_size if two_shot else 1
     total, fits = max(1, m.size * m.width), (layout.row_bytes - 32) // m.in_bytes
     tiles = choose_tiles(m, total, parts, layout.max_blocks, tuning, write)
@@ -254,6 +254,18 @@ def choose_shape(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: boo
         chunk = choose_chunk(total, fits, tiles.tile)
         tiles = choose_tiles(m, chunk, parts, layout.max_blocks, tuning, write)
     return Shape(tiles, chunk, two_shot, write=write, producers=producers)
+
+
+def is_pushed(m: Message, layout: MemoryLayout) -> bool:
+    """Whether ``m`` is a small sum, of elements of two bytes and more."""
+    return not m.move and 0 < m.size * m.width * m.in_bytes <= layout.push_limit and m.in_bytes > 1
+
+
+def takes_two_shot(m: Message, layout: MemoryLayout, tuning: Tuning) -> bool:
+    """Whether ``m`` goes in two rounds where nobody forces it."""
+    if m.move or not m.replicated or is_pushed(m, layout):
+        return False
+    return tuning.pays_two_shot(layout.world_size, two_shot_saves(m, layout))
 
 
 def two_shot_saves(m: Message, layout: MemoryLayout) -> int:
