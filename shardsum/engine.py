@@ -132,7 +132,8 @@ class Engine:
     def start(self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, out: Tensor | None = None) -> Job:
         """Begin an exchange of contiguous shards ``(|I_r|, *F)``; results are one tensor per hosted sink.
 
-        ``out`` may be written in place of a new tensor where there is one sink (the result says whether it was).
+        ``out`` may be written in place of a new tensor where there is one sink (the result says whether it was):
+        where it is contiguous, without lazy signs.
         """
         native.load()
         first = shards[0]
@@ -144,7 +145,7 @@ class Engine:
             buffer = first.new_empty((rows * route.chunks, *trailing), dtype=reduce.dtype)
             outs = [buffer[: length(plan.sinks[0])]]
             return Job(outs, self._two_shot(plan, shards, reduce, buffer, route.chunks), True, self.wire)
-        if out is not None and out.is_contiguous():
+        if out is not None and out.is_contiguous() and not (out.is_neg() or out.is_conj()):
             outs = [out]
         else:
             outs = [first.new_empty((length(plan.sinks[q]), *trailing), dtype=reduce.dtype) for q in self._hosted(plan)]

@@ -311,7 +311,7 @@ def _result(
     for r, shard in enumerate(shards):
         if overlap(out, shard):
             raise ValueError(f"out: shares memory with the shards (tensor {r}); rows would change while they are read")
-    return out.contiguous()
+    return out.resolve_neg().contiguous()  # a kernel writes bytes, not lazy signs
 
 
 def _deliver(result: Tensor, out: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ Results = Sequence[tuple[torch.Size, torch.dtype]]
 class Known(NamedTuple):
     """``launch(outs, shards)`` runs the call; ``results`` are shape and dtype of what it fills, by hosted sink. Where
     ``launch`` ``looks`` at device, layout, addresses and the shape of ``out`` itself, it returns False for what it does
-    not run, and the dispatcher resolves lazy signs."""
+    not run, and the dispatcher resolves lazy signs of shards (not of what is written)."""
 
     launch: Callable[[list[Tensor], list[Tensor]], bool]
     results: Results
@@ -89,7 +89,9 @@ class Replays:
         if known is None:
             return None
         tensors = shards if type(shards) is list else [shards] if self._num_hosted == 1 else [*shards.unbind(0)]
-        if forward_ad._current_level >= 0 or (out is not None and out.requires_grad):  # the long way refuses both
+        if forward_ad._current_level >= 0:  # the long way refuses tangents
+            return None
+        if out is not None and (out.requires_grad or out.is_neg() or out.is_conj()):  # nor is a lazy sign overwritten
             return None
         for x in tensors:
             if x.requires_grad and torch.is_grad_enabled():

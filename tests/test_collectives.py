@@ -270,3 +270,11 @@ def test_autograd_notices_that_all_reduce_overwrote_out() -> None:
     ShardGroup(4).all_reduce(list(b0()), B0_LENGTHS, out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_an_out_with_lazy_signs_receives_the_values() -> None:
+    group, out = ShardGroup(4), torch._neg_view(torch.full((6,), 7.0))
+    assert group.all_reduce(list(b0()), B0_LENGTHS, size=6, out=out) is out and out.tolist() == B0_SUM
+    rows = [torch.tensor([complex(r, 1)]) for r in range(4)]
+    out = torch.zeros(4, dtype=torch.complex64).conj()
+    assert group.all_gather(rows, [1] * 4, out=out) is out and out.tolist() == [complex(r, 1) for r in range(4)]

@@ -127,6 +127,17 @@ def test_the_shape_of_out_is_looked_at_again() -> None:
     assert calls.run(calls.call, X, torch.empty(5, 3)) is None and not calls.launched
 
 
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize(
+    "out", [torch._neg_view(torch.empty(4, 3)), torch.empty(4, 3, dtype=torch.complex64).conj()], ids=["neg", "conj"]
+)
+def test_lazy_signs_of_out_go_the_long_way(out: Tensor, looks: bool) -> None:
+    """The dispatcher would hand a copy to the launch, and then find no result to copy back."""
+    calls = Calls(1, X, out)
+    calls.remember(calls.call, Known(calls.launch, [(out.shape, out.dtype)], looks))
+    assert calls.run(calls.call, X, out) is None and not calls.launched
+
+
 def test_tangents_go_the_long_way_which_refuses_them() -> None:
     calls = Calls(1, X, None)
     with forward_ad.dual_level():

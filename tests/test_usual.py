@@ -246,3 +246,18 @@ def test_lengths_in_a_transform_leave_nothing_behind(monkeypatch: pytest.MonkeyP
     grad = torch.func.grad(lambda w: (w * shardsum.ragged_sum(b0(), B0_LENGTHS)).sum())(weight)
     assert grad.tolist() == B0_SUM and not usual._free[4]
     assert shardsum.ragged_sum(b0(), B0_LENGTHS).tolist() == B0_SUM
+
+
+def test_an_out_with_a_lazy_sign_receives_the_values() -> None:
+    x, mask = b0(), torch.arange(6) < torch.tensor(B0_LENGTHS)[:, None]
+    for call in (
+        lambda out: shardsum.ragged_sum(x, B0_LENGTHS, out=out),
+        lambda out: shardsum.ragged_sum([x[r, :n] for r, n in enumerate(B0_LENGTHS)], out=out),
+        lambda out: shardsum.masked_sum(x, mask, out=out),
+    ):
+        out = torch._neg_view(torch.full((6,), 7.0))
+        assert call(out) is out and out.is_neg() and out.tolist() == B0_SUM
+    out = torch._neg_view(torch.full((6,), -7.0))
+    assert shardsum.ragged_sum(x, B0_LENGTHS, out=out, accumulate=True).tolist() == [n + 7 for n in B0_SUM]
+    with pytest.raises(ValueError, match="out: shares memory"):
+        shardsum.ragged_sum(x, B0_LENGTHS, out=torch._neg_view(x[3]))
