@@ -23,6 +23,7 @@ from .numerics import resolve_out_dtype
 # torch.autograd.graph.increment_version without the checks of its argument.
 _increment_version = torch._C._increment_version
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_MAX_COUNTS = 64
 
 
 class _Vector:
@@ -35,6 +36,8 @@ class _Vector:
         memory = bytearray(8 * length)
         self.tensor = torch.frombuffer(memory, dtype=torch.int64)  # ValueError for none
         self.write = partial(struct.Struct(f"{length}q").pack_into, memory, 0)
+        if len(_free) > _MAX_COUNTS:  # a program with ever other numbers of shards would keep them all
+            _free.clear()
         self.key, self.others = b"", _free[length]
         self.read, self.kinds = struct.Struct("<5x" + "xi" * length).unpack, b"i" * length
         if type(self.tensor) is not Tensor or torch._C._are_functorch_transforms_active():
@@ -81,7 +84,7 @@ def usual_sum(
         return None
     if scale is not None and type(scale) is not float:
         return None  # the operator would drop its gradient
-    if size is not None and (type(size) is not int or x.shape[1:2] != (size,)):
+    if size is not None and (type(size) is not int or x.is_nested or x.shape[1:2] != (size,)):
         return None
     vector = None
     if type(lengths) is list:

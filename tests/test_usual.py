@@ -248,6 +248,20 @@ def test_lengths_in_a_transform_leave_nothing_behind(monkeypatch: pytest.MonkeyP
     assert shardsum.ragged_sum(b0(), B0_LENGTHS).tolist() == B0_SUM
 
 
+def test_numbers_of_shards_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usual, "_free", defaultdict(list))
+    for num_ranks in range(1, 200):
+        assert shardsum.ragged_sum(torch.ones(num_ranks, 2), [1] * num_ranks).tolist() == [num_ranks, 0]
+    assert len(usual._free) <= 65
+
+
+def test_a_nested_tensor_is_named() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for size in (None, 3):
+        with pytest.raises(ValueError, match="shards: expected a padded Tensor"):
+            shardsum.ragged_sum(nested, [1, 2], size=size)
+
+
 def test_an_out_with_a_lazy_sign_receives_the_values() -> None:
     x, mask = b0(), torch.arange(6) < torch.tensor(B0_LENGTHS)[:, None]
     for call in (
