@@ -17,7 +17,7 @@ import json
 import pickle
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -76,6 +76,8 @@ class Agreement:
             be mixed.
         refused: how many calls have ended in such an error. Where that differs, a process has carried out a call that
             another one refused: their transfers match no more, and the group fails.
+        forget: called when all signatures have been forgotten, since they became too many: a call that follows from one
+            must be compared again, else this process would run it while another one waits for its statement.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
@@ -85,7 +87,8 @@ class Agreement:
         self.failed: str | None = None
         self.wary = False
         self.refused = 0
-        self._agreed: dict[int, None] = {}  # in order of agreement
+        self.forget: Callable[[], None] = lambda: None
+        self._agreed: set[int] = set()
         self._stated: list[str] = []
         self._met = 0  # the last call in which all have stated the same: that they did says nothing of them now
         if group is None or self.world_size == 1:
@@ -150,9 +153,10 @@ class Agreement:
             return []
         self._state(name, signature, None, info)
         statements = self._collect(name)
-        self._agreed[key] = None
-        if len(self._agreed) > _MAX_AGREED:  # the same one on every process: they agreed in the same order
-            del self._agreed[next(iter(self._agreed))]
+        self._agreed.add(key)
+        if len(self._agreed) > _MAX_AGREED:  # on every process at once: they agreed in the same order
+            self._agreed.clear()
+            self.forget()
         return [s["info"] for s in statements]
 
     def refuse(self, name: str, error: Exception, counted: bool = False) -> Disagreement:

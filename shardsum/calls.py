@@ -78,6 +78,7 @@ class Runner:
             self._hosted[owner] += 1
         self.name = f"group{next(_names)}"
         self.replays = Replays(len(self.virtual_ranks), device)
+        agreement.forget = self.replays.clear
         self._stream: torch.cuda.Stream | None = None
         self._agreed = False  # inside a call whose arguments were compared
         operators.groups[self.name] = self

@@ -80,6 +80,9 @@ class Replays:
             del self._known[next(iter(self._known))]
         self._known[key] = known
 
+    def clear(self) -> None:
+        self._known.clear()
+
     def run(self, key: Hashable, shards: Any, out: Tensor | None) -> list[Tensor] | None:
         """Launch such a call again; None where it is not known, or an address, layout or gradient forbids it."""
         try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from shardsum import ShardGroup
 from shardsum.group import _text
 from shardsum.layout import ExchangePlan
 from shardsum.replays import Known, Replays
@@ -136,6 +137,22 @@ def test_lazy_signs_of_out_go_the_long_way(out: Tensor, looks: bool) -> None:
     calls = Calls(1, X, out)
     calls.remember(calls.call, Known(calls.launch, [(out.shape, out.dtype)], looks))
     assert calls.run(calls.call, X, out) is None and not calls.launched
+
+
+def test_calls_are_forgotten_with_what_was_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a process that launches one again would leave alone another one that compares it anew."""
+    group = ShardGroup(4)
+    replays, agreement = group._runner.replays, group._agreement
+    monkeypatch.setattr("shardsum.agreement._MAX_AGREED", 3)
+    monkeypatch.setattr(agreement, "world_size", 2)
+    monkeypatch.setattr(agreement, "_state", lambda *args: None)
+    stated: list[str] = []
+    monkeypatch.setattr(agreement, "_collect", lambda name: stated.append(name) or [])
+    for n in (0, 1, 2, 0, 3, 0):
+        replays.remember(n, Known(lambda outs, rows: True, []))
+        agreement.agree(str(n), {})
+        assert replays.run(n, [X] * 4, None) == (None if n == 3 else []), n
+    assert stated == ["0", "1", "2", "3", "0"] and len(replays) == 1
 
 
 def test_tangents_go_the_long_way_which_refuses_them() -> None:
