@@ -1,9 +1,10 @@
 // Memory order between GPUs, and waiting with a deadline.
 //
-// Pattern, everywhere: data is written, the block meets at a barrier, lanes of one warp fence at system scope and store
-// relaxed flags into every peer's memory (release: the fence is cumulative over the barrier). A peer's lane loads the
-// flag with acquire, its block meets at a barrier, and reads the data with relaxed system-scope loads, which no stale
-// L1 line can serve. Flags carry the epoch of their launch and are compared for equality.
+// Pattern: data is written, the block meets at a barrier (or, piece by piece, the writing warp publishes a counter in
+// shared memory), lanes of one warp fence at system scope and store relaxed flags into every peer's memory (release:
+// the fence is cumulative over the barrier). A peer's lane loads the flag with acquire, its warp or block meets at a
+// barrier, and reads the data with relaxed system-scope loads, which no stale L1 line can serve. Flags carry the epoch
+// of their launch and are compared for equality. Small sums need none of this (peer_push.cu).
 #pragma once
 #include <cstdint>
 
