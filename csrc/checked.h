@@ -42,8 +42,8 @@ class IntTensorArg {
 template <class Device, bool kPlain>
 void sum_checked(StableIValue* stack, uint64_t, uint64_t) {
   const TensorArg out_arg(stack[0]), x_arg(stack[1]);
+  const Finish finish = kPlain ? Finish{} : take_mean_scale(stack + 3);  // owns memory: before what may throw
   const IntTensorArg lengths(stack[2]);
-  const Finish finish = kPlain ? Finish{} : take_mean_scale(stack + 3);
   const TensorView out = out_arg.view(), x = x_arg.view();
   check_sum<Device>(x, lengths.size(), finish);
   check_out<Device>(out, x);
@@ -54,8 +54,8 @@ void sum_checked(StableIValue* stack, uint64_t, uint64_t) {
 template <class Device, bool kPlain>
 void sum_checked_new(StableIValue* stack, uint64_t, uint64_t) {
   const TensorArg x_arg(stack[0]);
-  const IntTensorArg lengths(stack[1]);
   const Finish finish = kPlain ? Finish{} : take_mean_scale(stack + 2);
+  const IntTensorArg lengths(stack[1]);
   const TensorView x = x_arg.view();
   check_sum<Device>(x, lengths.size(), finish);
   TensorArg out(empty_on(x, x.sizes() + 1, x.dim() - 1, sum_dtype_code(x)));

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import marshal
 import threading
 from collections import defaultdict
@@ -29,7 +31,7 @@ def test_the_usual_call_equals_reference(p: dict, stride: int | None) -> None:
     x, lengths, kwargs = laid_out(p["x"], p["layout"]), p["lengths"], p["kwargs"]
     rows = [x[r, :n] for r, n in enumerate(lengths)]
     expected = reference.ragged_sum(rows, [0] * len(rows), x.shape[1], **kwargs)
-    for form in (lengths, lengths, torch.tensor(lengths), torch.tensor([lengths, lengths]).t()[:, 0]):
+    for form in (lengths, lengths, torch.tensor(lengths), torch.tensor(lengths).repeat_interleave(2)[::2]):
         if stride is None:
             assert_same(shardsum.ragged_sum(x, form, **kwargs), expected)
             continue
@@ -275,3 +277,23 @@ def test_an_out_with_a_lazy_sign_receives_the_values() -> None:
     assert shardsum.ragged_sum(x, B0_LENGTHS, out=out, accumulate=True).tolist() == [n + 7 for n in B0_SUM]
     with pytest.raises(ValueError, match="out: shares memory"):
         shardsum.ragged_sum(x, B0_LENGTHS, out=torch._neg_view(x[3]))
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+def test_a_refused_call_leaves_no_memory_behind() -> None:
+    class Mallinfo(ctypes.Structure):
+        _fields_ = [(f"field{i}", ctypes.c_size_t) for i in range(10)]
+
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Mallinfo
+    x, lengths, out = b0(), torch.tensor(B0_LENGTHS).repeat_interleave(2)[::2], torch.empty(6)  # lengths: not in a row
+
+    def refuse(count: int) -> int:
+        for _ in range(count):
+            for target in (None, out):
+                assert usual.usual_sum(x, lengths, None, "mean", 0.5, None, target) is None
+        gc.collect()
+        return mallinfo().field7  # bytes in use
+
+    before = refuse(100)
+    assert refuse(2000) - before < 2000 * 16
