@@ -153,10 +153,10 @@ class Agreement:
             return []
         self._state(name, signature, None, info)
         statements = self._collect(name)
-        self._agreed.add(key)
-        if len(self._agreed) > _MAX_AGREED:  # on every process at once: they agreed in the same order
+        if key not in self._agreed and len(self._agreed) >= _MAX_AGREED:  # on every process at once
             self._agreed.clear()
             self.forget()
+        self._agreed.add(key)
         return [s["info"] for s in statements]
 
     def refuse(self, name: str, error: Exception, counted: bool = False) -> Disagreement:
