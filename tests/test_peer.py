@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from processes import run_processes
 from values import assert_same, random_values
@@ -88,6 +88,31 @@ def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
         assert tiles.blocks == min(groups, tuning.blocks, layout.max_blocks)
     assert shape.write == (shape.two_shot or (layout.writes and not shape.push))
     assert 1 <= shape.producers <= tuning.producer_warps
+
+
+@settings(deadline=None, max_examples=200)
+@given(messages())
+def test_written_parts_lie_side_by_side_in_their_slot(case: tuple) -> None:
+    """The addresses of csrc/cuda/peer_parts.cuh: `slot_origin` + `tile_shift` + an element, from the slot's begin."""
+    m, layout, tuning, _ = case
+    total, world_size = m.size * m.width, layout.world_size
+    assume(total and m.replicated and not m.move)
+    shape = peer_plan.choose_shape(m, layout, tuning, True)
+    tile, part = shape.tiles.tile, shape.tiles.tile // world_size
+    for begin in {0, (shape.launches(m) - 1) * shape.chunk}:  # the first and the last launch
+        end, covered = min(begin + shape.chunk, total), 0
+        assert begin * m.in_bytes % 16 == 0 and begin * m.out_bytes % 16 == 0
+        for process in range(world_size):
+            origin, free = -(begin + process * part) * m.in_bytes, 0
+            for t in range(shape.tiles.tiles(end - begin)):
+                lo = begin + t * tile + process * part
+                hi = min(lo + part, end)
+                if lo < hi:
+                    at = origin + t * (part - tile) * m.in_bytes
+                    assert at % 16 == 0 and at + lo * m.in_bytes == free
+                    free, covered = at + peer_plan.round_up(hi * m.in_bytes, 16), covered + hi - lo
+            assert free <= layout.part_bytes
+        assert covered == end - begin
 
 
 def test_every_tile_has_one_block_and_one_piece() -> None:
