@@ -8,6 +8,7 @@ One process: ragged sums of R shards padded to S positions of fp32, against torc
 out=, allocating, mean       shardsum.ragged_sum with a list of lengths
 new lengths, out=            the same with a list that has not come for 400 calls
 tensor, out=                 the same with lengths in a tensor on the CPU
+shards, out=                 the same with a list of whole shards instead of a padded tensor
 eager out=, eager            torch.sum(x * m, 0, out=out), (x * m).sum(0)
 loop                         out.zero_(), then out[:length_r].add_(x[r, :length_r]) for every rank
 compile                      torch.compile of out.copy_((x * m).sum(0))
@@ -81,11 +82,13 @@ def local_sums(lengths: list[int], size: int, device: torch.device) -> Calls:
             out[:n].add_(x[r, :n])
         return out
 
+    shards = [x[r, :n] for r, n in enumerate(lengths)]
     calls: Calls = {
         "out=": lambda: ragged_sum(x, lengths, out=out),
         "allocating": lambda: ragged_sum(x, lengths),
         NEW: lambda: ragged_sum(x, next(new), out=out),
         "tensor, out=": lambda: ragged_sum(x, vector, out=out),
+        "shards, out=": lambda: ragged_sum(shards, size=size, out=out),
         "mean, out=": lambda: ragged_sum(x, lengths, op="mean", out=out),
         "eager out=": lambda: torch.sum(x * mask, 0, out=out),
         "eager": lambda: (x * mask).sum(0),
@@ -97,7 +100,7 @@ def local_sums(lengths: list[int], size: int, device: torch.device) -> Calls:
         rows = [x[r, :n].cpu() for r, n in enumerate(others[0] if name == NEW else lengths)]
         want = reference.ragged_sum(rows, [0] * len(rows), size, op=op, out_dtype=torch.float32)
         got = call().cpu()
-        if name in ("out=", "allocating", NEW, "tensor, out=", "mean, out="):
+        if name in ("out=", "allocating", NEW, "tensor, out=", "shards, out=", "mean, out="):
             assert bits.equal(got, want), f"{name}: {bits.first_difference(got, want)}"
         torch.testing.assert_close(got, want)
     return calls
