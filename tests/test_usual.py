@@ -130,7 +130,9 @@ def test_whole_shards_that_are_unusual() -> None:
     assert torch.equal(shardsum.ragged_sum([torch._neg_view(r.neg()) for r in rows]), want)
     with torch.no_grad():
         assert torch.equal(shardsum.ragged_sum([r.clone().requires_grad_() for r in rows]), want)
-    assert shardsum.ragged_sum([r.clone().requires_grad_() for r in rows]).requires_grad
+    leaves = [r.clone().requires_grad_() for r in rows]
+    shardsum.ragged_sum(leaves).sum().backward()
+    assert all(torch.equal(leaf.grad, torch.ones_like(leaf)) for leaf in leaves)
     assert torch.equal(shardsum.ragged_sum(rows, size=8), torch.tensor([*B0_SUM, 0, 0]))
     batch = [torch.stack([r, 2 * r]) for r in b0()]
     with pytest.raises(RuntimeError, match="Batching rule"):  # and not a kernel that takes the batch for a shard
@@ -176,6 +178,13 @@ def test_many_lengths_are_kept_by_value_and_type() -> None:
         with pytest.raises(ValueError, match="lengths"):
             shardsum.ragged_sum(x, [odd, *lengths[1:]])
     assert_same(shardsum.ragged_sum(x, [np.int64(1), *lengths[1:]]), expected)
+
+
+@pytest.mark.parametrize("odd", [[True, 0.0], [True, 2.0], [2.0, True], [None, 2.0], [True, "four"]])
+def test_what_is_as_long_as_ints_for_marshal_is_told_from_them(odd: list) -> None:
+    assert len(marshal.dumps([*odd, 3, 4], 2)) == len(marshal.dumps([1, 2, 3, 4], 2))
+    with pytest.raises(ValueError, match="lengths"):
+        shardsum.ragged_sum(torch.ones(4, 200), [*odd, 3, 4])
 
 
 @pytest.mark.parametrize("lengths", [[6, 5, 4, 3], [6, 5, 4, 3, 2, 1] * 2])
