@@ -94,10 +94,8 @@ class Runner:
         self.agreement.begin()
         try:
             self.close()  # before this process waits for another in this call: the other may wait in that one
-        except RuntimeError as error:
-            raise self.failure(name, error) from error
         except BaseException as error:
-            self.agreement.leave(name, error)
+            self.end_badly(name, error)
             raise
 
     def close(self) -> None:
@@ -214,12 +212,10 @@ class Runner:
             return None
         try:
             return self.replays.run(key, shards, out)
-        except RuntimeError as error:
-            raise self.failure(name, error) from error
         except ValueError:
             raise
         except BaseException as error:
-            self.agreement.leave(name, error)
+            self.end_badly(name, error)
             raise
 
     def collective(
@@ -248,12 +244,10 @@ class Runner:
         self.begin(name)
         try:
             return self._eager(name, build, deliver, shards, lengths, out, async_op, known_by)
-        except RuntimeError as error:
-            raise self.failure(name, error) from error
         except ValueError:
             raise
-        except BaseException as error:  # the next call would meet what the others still send of this one
-            self.agreement.leave(name, error)
+        except BaseException as error:
+            self.end_badly(name, error)
             raise
         finally:
             self._agreed = False
@@ -336,6 +330,16 @@ class Runner:
         signature = {"grad": terms.grad, "bounds": bounds, **describe_reduce(terms.reduce), **describe_rows([first])}
         self.agreement.agree(terms.name, signature)
 
+    def end_badly(self, name: str, error: BaseException) -> None:
+        """End the group over an error amid a call, before it is raised. (Bad input is none: nothing has moved.)
+
+        Raises:
+            RuntimeError: a transfer's error, explained.
+        """
+        if isinstance(error, RuntimeError):
+            raise self.failure(name, error) from error
+        self.agreement.leave(name, error)  # the next call would meet what the others still send of this one
+
     def failure(self, name: str, error: RuntimeError) -> RuntimeError:
         """A transfer's error, with the names of who is missing; a lone process's errors are its own."""
         if self.world_size == 1 or self.agreement.failed is not None:  # or explained already
@@ -366,10 +370,8 @@ class Runner:
             def complete() -> list[Tensor]:  # perhaps in another group's call
                 try:
                     return job.result()
-                except RuntimeError as error:
-                    raise self.failure(request.name, error) from error
                 except BaseException as error:
-                    self.agreement.leave(request.name, error)
+                    self.end_badly(request.name, error)
                     raise
 
             if job.more and self.engine.wire is not None:

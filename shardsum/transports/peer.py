@@ -157,7 +157,9 @@ class PeerTransport:
         reason = available(group, device, self._gather)
         if reason is not None:
             raise RuntimeError(f'transport "peer" cannot be used: {reason}')
-        self.layout = self._agree_layout(staging_bytes or (64 if self.world_size <= 2 else 128) << 20)
+        if staging_bytes is None:
+            staging_bytes = (64 if self.world_size <= 2 else 128) << 20
+        self.layout = self._agree_layout(staging_bytes)
         self._memory = SymmetricMemory(self.layout.total_bytes, group, device, self._gather)
         self._buffers: list[SymmetricMemory] = []
         self._calls: dict[Any, PreparedCall] = {}
