@@ -127,11 +127,11 @@ void register_operators(torch::stable::detail::StableLibrary& m) {
   m.impl("sum_padded", &sum_padded<Device>);
   m.impl("sum_padded_device", &sum_padded_device<Device>);
   m.impl("sum_masked", &sum_masked<Device>);
-  m.impl("sum_checked", &sum_checked<Device, true>);
-  m.impl("sum_checked.finish", &sum_checked<Device, false>);
+  m.impl("sum_checked", &sum_checked<Device, false>);
+  m.impl("sum_checked.lengths", &sum_checked<Device, true>);
   m.impl("sum_checked.list", &sum_checked_list<Device>);
-  m.impl("sum_checked_new", &sum_checked_new<Device, true>);
-  m.impl("sum_checked_new.finish", &sum_checked_new<Device, false>);
+  m.impl("sum_checked_new", &sum_checked_new<Device, false>);
+  m.impl("sum_checked_new.lengths", &sum_checked_new<Device, true>);
   m.impl("sum_checked_new.list", &sum_checked_new_list<Device>);
 }
 
@@ -158,4 +158,15 @@ SHARDSUM_EXPORT int shardsum_has_cuda() {
 #else
   return 0;
 #endif
+}
+
+// Builtin functions for shardsum/native.py, each a new reference.
+SHARDSUM_EXPORT PyObject* shardsum_call_with() {
+  static PyMethodDef method{"call_with", &shardsum::call_with, METH_FASTCALL, nullptr};
+  return PyCFunction_NewEx(&method, nullptr, nullptr);
+}
+
+SHARDSUM_EXPORT PyObject* shardsum_pack() {
+  static PyMethodDef method{"pack", &shardsum::pack, METH_FASTCALL, nullptr};
+  return PyCFunction_NewEx(&method, nullptr, nullptr);
 }

@@ -1,6 +1,7 @@
 // The operators sum_checked and sum_checked_new of shardsum/kernels.py: their checks are all there are, and an error
-// sends Python to its own.
+// sends Python to its own. What is no tensor is pending (python_calls.h).
 #pragma once
+#include "python_calls.h"
 #include "sums.h"
 
 namespace shardsum {
@@ -38,28 +39,39 @@ class IntTensorArg {
   TensorView view_;
 };
 
-// sum_checked(Tensor(a!) out, Tensor x, Tensor lengths) -> (), and with (..., bool mean, float? scale)
-template <class Device, bool kPlain>
-void sum_checked(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorArg out_arg(stack[0]), x_arg(stack[1]);
-  const Finish finish = kPlain ? Finish{} : take_mean_scale(stack + 3);  // owns memory: before what may throw
-  const IntTensorArg lengths(stack[2]);
-  const TensorView out = out_arg.view(), x = x_arg.view();
-  check_sum<Device>(x, lengths.size(), finish);
-  check_out<Device>(out, x);
-  sum_padded_rows<Device>(out, x, nullptr, lengths.data(), finish);
+// Takes the call that is pending, with the lengths of a tensor where it has none.
+template <bool kTensor>
+Pending take_with_lengths(const std::optional<IntTensorArg>& lengths) {
+  Pending call = take_pending();
+  STD_TORCH_CHECK((call.lengths == nullptr) == kTensor, "shardsum: lengths are in a list or in a tensor");
+  if (kTensor) call.lengths = lengths->data(), call.num_lengths = lengths->size();
+  return call;
 }
 
-// sum_checked_new(Tensor x, Tensor lengths) -> Tensor, and with (..., bool mean, float? scale)
-template <class Device, bool kPlain>
+// sum_checked(Tensor(a!) out, Tensor x) -> (), and with (..., Tensor lengths)
+template <class Device, bool kTensor>
+void sum_checked(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg out_arg(stack[0]), x_arg(stack[1]);
+  std::optional<IntTensorArg> lengths;
+  if (kTensor) lengths.emplace(stack[2]);
+  const Pending call = take_with_lengths<kTensor>(lengths);
+  const TensorView out = out_arg.view(), x = x_arg.view();
+  check_sum<Device>(x, call.num_lengths, call.finish);
+  check_out<Device>(out, x);
+  sum_padded_rows<Device>(out, x, nullptr, call.lengths, call.finish);
+}
+
+// sum_checked_new(Tensor x) -> Tensor, and with (..., Tensor lengths)
+template <class Device, bool kTensor>
 void sum_checked_new(StableIValue* stack, uint64_t, uint64_t) {
   const TensorArg x_arg(stack[0]);
-  const Finish finish = kPlain ? Finish{} : take_mean_scale(stack + 2);
-  const IntTensorArg lengths(stack[1]);
+  std::optional<IntTensorArg> lengths;
+  if (kTensor) lengths.emplace(stack[1]);
+  const Pending call = take_with_lengths<kTensor>(lengths);
   const TensorView x = x_arg.view();
-  check_sum<Device>(x, lengths.size(), finish);
+  check_sum<Device>(x, call.num_lengths, call.finish);
   TensorArg out(empty_on(x, x.sizes() + 1, x.dim() - 1, sum_dtype_code(x)));
-  sum_padded_rows<Device>(out.view(), x, nullptr, lengths.data(), finish);
+  sum_padded_rows<Device>(out.view(), x, nullptr, call.lengths, call.finish);
   stack[0] = out.release();
 }
 
@@ -96,32 +108,31 @@ inline void check_apart(const SumArgs& args, const Row* rows) {
   }
 }
 
-// sum_checked.list(Tensor(a!) out, Tensor[] shards, int size, bool mean, float? scale); size -1: the longest shard's
+// sum_checked.list(Tensor(a!) out, Tensor[] shards) -> (); size -1: the longest shard's
 template <class Device>
 void sum_checked_list(StableIValue* stack, uint64_t, uint64_t) {
   const TensorArg out_arg(stack[0]);
   TensorListArg shards(stack[1]);
-  const auto size = torch::stable::detail::to<int64_t>(stack[2]);
-  const Finish finish = take_mean_scale(stack + 3);
+  const Pending call = take_pending();
   const TensorView out = out_arg.view();
   Table<Row> rows(shards.size());
-  const int64_t longest = list_shards<Device>(shards, finish, rows);
+  const int64_t longest = list_shards<Device>(shards, call.finish, rows);
   const TensorView first = shards[0];
   STD_TORCH_CHECK(Device::owns(out) && out.device_index() == first.device_index(),
                   "shardsum: out is on another device");
-  const SumArgs args = describe(out, first, shards.size(), finish);
-  bool same = out.dim() == first.dim() && args.size == (size < 0 ? longest : size) && args.size >= longest;
+  const SumArgs args = describe(out, first, shards.size(), call.finish);
+  bool same = out.dim() == first.dim() && args.size == (call.size < 0 ? longest : call.size) && args.size >= longest;
   for (int64_t d = 1; same && d < out.dim(); ++d) same = out.size(d) == first.size(d);
   STD_TORCH_CHECK(same, "shardsum: out has another shape than the result");
   check_apart(args, rows.data());
   if (args.size * args.width > 0) Device(out).sum_rows(args, rows.data());
 }
 
-// sum_checked_new.list(Tensor[] shards, bool mean, float? scale) -> Tensor
+// sum_checked_new.list(Tensor[] shards) -> Tensor
 template <class Device>
 void sum_checked_new_list(StableIValue* stack, uint64_t, uint64_t) {
   TensorListArg shards(stack[0]);
-  const Finish finish = take_mean_scale(stack + 1);
+  const Finish finish = take_pending().finish;
   Table<Row> rows(shards.size());
   const int64_t longest = list_shards<Device>(shards, finish, rows);
   const TensorView first = shards[0];

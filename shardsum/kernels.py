@@ -13,12 +13,13 @@ sum_padded_device  the same with int32 or int64 tensors on x's device, never syn
 sum_masked         mask is bool ``(R, size)``, or int32 words ``(R, ceil(size / 32))``: bit ``j % 32`` of word
                    ``j // 32``.
 
-Two more are for the usual call with as little Python as possible: ``sum_checked`` is ``sum_padded`` without starts into
-any ``out``, and ``sum_checked_new`` allocates the result. ``lengths`` are a CPU int64 tensor, which costs the
-dispatcher less than a list of ints, and each further argument costs a tenth of a microsecond or more, hence the forms
-without mean and scale (else ``_finish``). ``_list`` takes whole shards, all from position 0, and ``size`` positions of
-``out`` (-1: the longest shard's). They check everything themselves except gradients, raise a RuntimeError that says
-little where a call is bad or unusual, and have no fallback.
+Two more are for the usual call with as little of the host's time as possible: ``sum_checked`` is ``sum_padded``
+without starts into any ``out``, and ``sum_checked_new`` allocates the result. They take tensors alone, which cost the
+dispatcher least, and run only through ``native.call_with(operator, lengths, size, mean, scale, *tensors)``, which hands
+them the rest. ``lengths`` are a list, or a CPU int64 tensor (``_lengths``). ``_list`` takes whole shards, all from
+position 0, ``lengths`` None, and ``size`` positions of ``out`` (-1: the longest shard's; the others ignore it). They
+check everything themselves except gradients, raise a RuntimeError that says little where a call is bad or unusual, and
+have no fallback.
 
 The native library, once loaded, registers CPU (and CUDA) kernels that take precedence over the fallback here.
 """
@@ -38,12 +39,12 @@ for _schema in (
     "sum_padded(Tensor(a!) out, Tensor x, int[] starts, int[] lengths, " + _TAIL,
     "sum_padded_device(Tensor(a!) out, Tensor x, Tensor? starts, Tensor lengths, " + _TAIL,
     "sum_masked(Tensor(a!) out, Tensor x, Tensor mask, " + _TAIL,
-    "sum_checked(Tensor(a!) out, Tensor x, Tensor lengths) -> ()",
-    "sum_checked.finish(Tensor(a!) out, Tensor x, Tensor lengths, bool mean, float? scale) -> ()",
-    "sum_checked.list(Tensor(a!) out, Tensor[] shards, int size, bool mean, float? scale) -> ()",
-    "sum_checked_new(Tensor x, Tensor lengths) -> Tensor",
-    "sum_checked_new.finish(Tensor x, Tensor lengths, bool mean, float? scale) -> Tensor",
-    "sum_checked_new.list(Tensor[] shards, bool mean, float? scale) -> Tensor",
+    "sum_checked(Tensor(a!) out, Tensor x) -> ()",
+    "sum_checked.lengths(Tensor(a!) out, Tensor x, Tensor lengths) -> ()",
+    "sum_checked.list(Tensor(a!) out, Tensor[] shards) -> ()",
+    "sum_checked_new(Tensor x) -> Tensor",
+    "sum_checked_new.lengths(Tensor x, Tensor lengths) -> Tensor",
+    "sum_checked_new.list(Tensor[] shards) -> Tensor",
 ):
     _library.define(_schema)
 
@@ -111,7 +112,7 @@ for _name, _fallback in (
 
 # A batch would hide that it requires grad; modes and traces would record what has no fake and no fallback.
 for _name in ("sum_checked", "sum_checked_new"):
-    for _form in ("", ".finish", ".list"):
+    for _form in ("", ".lengths", ".list"):
         for _key in ("CompositeExplicitAutograd", "FuncTorchBatched", "Batched", "Python", "Tracer"):
             _library.impl(_name + _form, _refuse, _key)
 
@@ -121,8 +122,8 @@ sum_padded = torch.ops.shardsum.sum_padded.default._op
 sum_padded_device = torch.ops.shardsum.sum_padded_device.default._op
 sum_masked = torch.ops.shardsum.sum_masked.default._op
 sum_checked = torch.ops.shardsum.sum_checked.default._op
-sum_checked_finish = torch.ops.shardsum.sum_checked.finish._op
+sum_checked_lengths = torch.ops.shardsum.sum_checked.lengths._op
 sum_checked_list = torch.ops.shardsum.sum_checked.list._op
 sum_checked_new = torch.ops.shardsum.sum_checked_new.default._op
-sum_checked_new_finish = torch.ops.shardsum.sum_checked_new.finish._op
+sum_checked_new_lengths = torch.ops.shardsum.sum_checked_new.lengths._op
 sum_checked_new_list = torch.ops.shardsum.sum_checked_new.list._op

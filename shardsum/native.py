@@ -18,10 +18,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
+import sys
+import sysconfig
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,6 +47,33 @@ class Status:
     has_cuda: bool
     cpu_isa: str
     reason: str
+
+
+def _first_call_with(*args: Any) -> Any:
+    load()
+    return call_with(*args)
+
+
+def _refuse(*args: Any) -> Any:
+    raise RuntimeError("no native kernel")
+
+
+def _pack(values: Any) -> bytes | None:
+    if type(values) is not list or not {int}.issuperset(map(type, values)):  # True and 8.0 equal ints
+        return None
+    try:
+        return struct.pack(f"{len(values)}q", *values)
+    except struct.error:
+        return None
+
+
+#: ``call_with(operator, lengths, size, mean, scale, *tensors)``: calls an operator that takes tensors alone, one or two
+#: and ``lengths`` where those are a tensor (:mod:`shardsum.kernels`). RuntimeError where it or an argument's type
+#: refuses the call.
+call_with: Callable[..., Any] = _first_call_with
+#: ``pack(values)``: a list of ints that fit into 64 bits as bytes; None for anything else. (This one until the native
+#: library brings its own, which is ten times as fast.)
+pack: Callable[[Any], bytes | None] = _pack
 
 
 def load() -> None:
@@ -120,10 +152,11 @@ def _warn_of_fallback(reason: str) -> None:
 
 
 def _load_once() -> None:
-    global _status
+    global _status, call_with
     with _lock:
         if _status is not None:
             return
+        call_with = _refuse  # unless a library brings its own
         choice = os.environ.get("SHARDSUM_BACKEND", "auto")
         if choice not in ("auto", "native", "torch"):
             raise ValueError(f"SHARDSUM_BACKEND: expected auto, native or torch, got {choice!r}")
@@ -147,10 +180,24 @@ def _load_once() -> None:
 def _load_library() -> Status:
     path, reason = _find()
     torch.ops.load_library(str(path))
+    _take_functions(path)
     has_cuda = bool(ctypes.CDLL(str(path)).shardsum_has_cuda())
     if torch.version.cuda and not has_cuda:
         reason += f"; without a CUDA part: {building.cuda_absence()}"
     return Status("native", path, has_cuda, _limit_cpu_isa(path, None), reason)
+
+
+def _take_functions(library: Path) -> None:
+    """The functions of csrc/python_calls.h, which know the objects of an ordinary CPython only."""
+    global call_with, pack
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return
+    made = []
+    for name in ("shardsum_call_with", "shardsum_pack"):
+        make = getattr(ctypes.PyDLL(str(library)), name)
+        make.restype = ctypes.py_object
+        made.append(make())
+    call_with, pack = made
 
 
 def _limit_cpu_isa(library: Path, name: str | None) -> str:

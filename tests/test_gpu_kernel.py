@@ -265,15 +265,16 @@ def test_the_usual_call(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         [x[r, :n] for r, n in enumerate(lengths)], [0] * len(lengths), shape[1], out_dtype=out_dtype
     )
     vector = torch.tensor(lengths)  # on the host: read there, without synchronisation
-    for got in (ragged_sum(x, lengths), ragged_sum(x, lengths), kernels.sum_checked_new(x, vector)):
-        assert_bits(got, want)  # the second list is found as a tensor
-    assert_bits(kernels.sum_checked_new_finish(x, vector, False, None), want)
+    for got in (ragged_sum(x, lengths), ragged_sum(x, vector)):
+        assert_bits(got, want)
+    for operator, form in ((kernels.sum_checked_new, lengths), (kernels.sum_checked_new_lengths, vector)):
+        assert_bits(native.call_with(operator, form, -1, False, None, x), want)
     out = poison(shape[1:], out_dtype)
     version = out._version
     assert ragged_sum(x, lengths, out=out) is out and out._version == version + 1
     assert_bits(out, want)
     out = poison(shape[1:], out_dtype)
-    kernels.sum_checked(out, x, vector)
+    native.call_with(kernels.sum_checked, lengths, -1, False, None, out, x)
     assert_bits(out, want)
 
 
@@ -283,10 +284,9 @@ def test_the_usual_call_is_checked() -> None:
     if torch.cuda.device_count() > 1:
         bad += [(out.to("cuda:1"), x.to("cuda:0")), (out.to("cuda:0"), x.to("cuda:1"))]
     for target, shards in bad:
-        with pytest.raises(RuntimeError, match=r"shardsum: "):
-            kernels.sum_checked(target, shards, torch.tensor(lengths))
-        with pytest.raises(RuntimeError, match=r"shardsum: "):
-            kernels.sum_checked_finish(target, shards, torch.tensor(lengths), False, None)
+        for operator, form in ((kernels.sum_checked, lengths), (kernels.sum_checked_lengths, torch.tensor(lengths))):
+            with pytest.raises(RuntimeError, match=r"shardsum: "):
+                native.call_with(operator, form, -1, False, None, target, shards)
         with pytest.raises(ValueError, match=r"out: |lengths: "):
             ragged_sum(shards, lengths, out=target[:0])
     assert (out == 77).all()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import marshal
+import struct
 import threading
-from collections import defaultdict
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from values import B0_LENGTHS, B0_SUM, assert_same, b0, random_values
 
 import shardsum
-from shardsum import bits, kernels, reference, usual
+from shardsum import kernels, native, reference, usual
 
 
 @settings(deadline=None, max_examples=200)
@@ -85,12 +83,10 @@ def test_the_operator_of_the_usual_call_checks_everything(name: str) -> None:
     out, x = torch.full((6,), 77.0), b0()
     before = x.clone()
     target, shards, lengths, *end = UNFIT[name](x, out)
-    vector = torch.tensor(lengths, dtype=torch.int64)
-    if not end:
+    vector, end = torch.tensor(lengths, dtype=torch.int64), end or [False, None]
+    for operator, form in ((kernels.sum_checked, lengths), (kernels.sum_checked_lengths, vector)):
         with pytest.raises(RuntimeError, match=r"shardsum: |no native kernel"):
-            kernels.sum_checked(target, shards, vector)
-    with pytest.raises(RuntimeError, match=r"shardsum: |no native kernel"):
-        kernels.sum_checked_finish(target, shards, vector, *(end or (False, None)))
+            native.call_with(operator, form, -1, *end, target, shards)
     assert (out == 77).all() and torch.equal(x, before)
 
 
@@ -121,7 +117,7 @@ def test_the_operator_of_whole_shards_checks_everything(name: str) -> None:
     before = x.clone()
     target, shards, size, *end = UNFIT_LISTS[name](list(x), out)
     with pytest.raises(RuntimeError, match=r"shardsum: |no native kernel|NotImplemented|Could not run"):
-        kernels.sum_checked_list(target, shards, size, *(end or (False, None)))
+        native.call_with(kernels.sum_checked_list, None, size, *(end or (False, None)), target, shards)
     assert (out == 77).all() and torch.equal(x, before)
 
 
@@ -180,40 +176,65 @@ def test_many_lengths_are_kept_by_value_and_type() -> None:
     assert_same(shardsum.ragged_sum(x, [np.int64(1), *lengths[1:]]), expected)
 
 
-@pytest.mark.parametrize("odd", [[True, 0.0], [True, 2.0], [2.0, True], [None, 2.0], [True, "four"]])
-def test_what_is_as_long_as_ints_for_marshal_is_told_from_them(odd: list) -> None:
-    assert len(marshal.dumps([*odd, 3, 4], 2)) == len(marshal.dumps([1, 2, 3, 4], 2))
-    with pytest.raises(ValueError, match="lengths"):
-        shardsum.ragged_sum(torch.ones(4, 200), [*odd, 3, 4])
+def test_only_plain_ints_are_packed() -> None:
+    native.load()
+    assert native.pack([1, -2, 1 << 40]) == struct.pack("3q", 1, -2, 1 << 40) and native.pack([]) == b""
+    many = [(-3) ** i for i in range(39)] * 5
+    assert native.pack(many) == struct.pack("195q", *many)
+    for odd in ([True, 2], [2, 8.0], [1 << 63], [-(1 << 63) - 1], [np.int64(1)], [None], ["1"], (1, 2), "12", 3, None):
+        assert native.pack(odd) is None
 
 
-@pytest.mark.parametrize("lengths", [[6, 5, 4, 3], [6, 5, 4, 3, 2, 1] * 2])
-@pytest.mark.parametrize("longer", [False, True])
-def test_a_list_written_meanwhile_leaves_nothing_behind(
-    lengths: list[int], longer: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = random_values((len(lengths), 6), torch.float32, 0)
-    expected = shardsum.ragged_sum(x, tuple(lengths))
-    meanwhile = list(lengths)
-
-    def dumps_then_write(values: list[int], version: int) -> bytes:
-        data = marshal.dumps(values, version)
-        meanwhile[0] = 0  # as another thread may
-        if longer:
-            meanwhile.append(1)
-        return data
-
-    monkeypatch.setattr(usual, "_free", defaultdict(list))
-    monkeypatch.setattr(usual, "marshal", SimpleNamespace(dumps=dumps_then_write))
-    got = usual.usual_sum(x, meanwhile, None, "sum", None, None, None)
-    assert got is None if longer else bits.equal(got, expected)
-    monkeypatch.undo()
-    assert meanwhile[0] == 0
-    assert_same(shardsum.ragged_sum(x, lengths), expected)
+def test_the_operators_of_the_usual_call_do_not_run_by_themselves() -> None:
+    x, out = b0(), torch.full((6,), 77.0)
+    for call in (
+        lambda: kernels.sum_checked(out, x),
+        lambda: kernels.sum_checked_lengths(out, x, torch.tensor(B0_LENGTHS)),
+        lambda: kernels.sum_checked_list(out, list(x)),
+        lambda: kernels.sum_checked_new(x),
+        lambda: kernels.sum_checked_new_lengths(x, torch.tensor(B0_LENGTHS)),
+        lambda: kernels.sum_checked_new_list(list(x)),
+    ):
+        shardsum.ragged_sum(x, B0_LENGTHS)
+        with pytest.raises(RuntimeError, match=r"not called by itself|no native kernel"):
+            call()
+    assert (out == 77).all()
 
 
-def test_the_tensor_of_lengths_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usual, "_free", defaultdict(list))
+def test_a_call_amid_a_call_takes_only_its_own_lengths() -> None:
+    """As a mode of Python's or a signal's handler makes one."""
+    if native.status().backend != "native":
+        pytest.skip("needs the native library")
+    x, outs = b0(), [torch.full((6,), 77.0) for _ in range(3)]
+
+    def nested(out: torch.Tensor, x: torch.Tensor) -> None:
+        native.call_with(kernels.sum_checked, [1, 1, 1, 1], -1, False, None, outs[1], x)  # takes its own, once
+        with pytest.raises(RuntimeError, match=r"not called by itself|no native kernel"):
+            kernels.sum_checked(outs[2], x)
+        with pytest.raises(ZeroDivisionError):
+            native.call_with(lambda out, x: 1 // 0, [2, 2, 2, 2], -1, False, None, outs[2], x)
+        kernels.sum_checked(out, x)  # the outer call's are gone, not another's
+
+    with pytest.raises(RuntimeError, match=r"not called by itself|no native kernel"):
+        native.call_with(nested, B0_LENGTHS, -1, False, None, outs[0], x)
+    assert (outs[0] == 77).all() and (outs[2] == 77).all()
+    assert_same(outs[1], shardsum.ragged_sum(x, (1, 1, 1, 1)))
+
+
+def test_arguments_of_a_call_are_told_apart() -> None:
+    x, out = b0(), torch.full((6,), 77.0)
+    good = [kernels.sum_checked, B0_LENGTHS, -1, False, None, out, x]
+    lists = [True, 0, 0, 0], [1.0, 0, 0, 0], [1 << 63, 0, 0, 0], [0] * 100
+    for at, value in [*((1, odd) for odd in lists), (2, None), (2, 1 << 70), (4, 1), (4, torch.ones(()))]:
+        with pytest.raises(RuntimeError):
+            native.call_with(*good[:at], value, *good[at + 1 :])
+    for arguments in ((), good[:5], [*good, x]):
+        with pytest.raises(RuntimeError):
+            native.call_with(*arguments)
+    assert (out == 77).all()
+
+
+def test_the_same_list_with_other_lengths() -> None:
     x, out = b0(), torch.empty(6)
     wrong = [7, 0, 0, 0], [-1, 0, 0, 0], [1 << 63] * 4
     for lengths in (B0_LENGTHS, B0_LENGTHS, [6, 6, 6, 6], wrong[0], B0_LENGTHS, *wrong[1:], [0, 6, 0, 0]):
@@ -227,7 +248,6 @@ def test_the_tensor_of_lengths_is_used_again(monkeypatch: pytest.MonkeyPatch) ->
             assert_same(shardsum.ragged_sum(x, lengths, op=op), want)
             assert shardsum.ragged_sum(x, lengths, op=op, out=out.fill_(77)) is out
             assert_same(out, want)
-    assert len(usual._free[4]) == 1
 
 
 def test_threads_have_lengths_of_their_own() -> None:
@@ -251,19 +271,11 @@ def test_threads_have_lengths_of_their_own() -> None:
     assert not failed
 
 
-def test_lengths_in_a_transform_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usual, "_free", defaultdict(list))
+def test_lengths_in_a_transform() -> None:
     weight = torch.ones(6)
     grad = torch.func.grad(lambda w: (w * shardsum.ragged_sum(b0(), B0_LENGTHS)).sum())(weight)
-    assert grad.tolist() == B0_SUM and not usual._free[4]
+    assert grad.tolist() == B0_SUM
     assert shardsum.ragged_sum(b0(), B0_LENGTHS).tolist() == B0_SUM
-
-
-def test_numbers_of_shards_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usual, "_free", defaultdict(list))
-    for num_ranks in range(1, 200):
-        assert shardsum.ragged_sum(torch.ones(num_ranks, 2), [1] * num_ranks).tolist() == [num_ranks, 0]
-    assert len(usual._free) <= 65
 
 
 def test_a_nested_tensor_is_named() -> None:

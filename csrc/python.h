@@ -1,0 +1,35 @@
+// The part of CPython's stable ABI (3.10 and later) that python_calls.h uses, declared here since Python's own headers
+// are not installed everywhere where Python is. Not for free-threaded builds, whose objects look different
+// (shardsum/native.py does not ask for the functions there).
+#pragma once
+#include <cstddef>
+
+extern "C" {
+struct PyTypeObject;
+struct PyObject {
+  std::ptrdiff_t reference_count;
+  PyTypeObject* type;
+};
+using PyFastFunction = PyObject* (*)(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count);
+struct PyMethodDef {
+  const char* name;
+  PyFastFunction function;
+  int flags;
+  const char* documentation;
+};
+constexpr int METH_FASTCALL = 0x80;
+
+extern PyTypeObject PyList_Type, PyLong_Type, PyFloat_Type;
+extern PyObject _Py_NoneStruct, _Py_TrueStruct;
+extern PyObject* PyExc_RuntimeError;
+
+PyObject* PyCFunction_NewEx(PyMethodDef* method, PyObject* self, PyObject* module);
+PyObject* PyObject_CallFunctionObjArgs(PyObject* callable, ...);
+PyObject* PyBytes_FromStringAndSize(const char* data, std::ptrdiff_t size);
+PyObject* PyList_GetItem(PyObject* list, std::ptrdiff_t index);  // borrowed
+std::ptrdiff_t PyList_Size(PyObject* list);
+long long PyLong_AsLongLongAndOverflow(PyObject* value, int* overflow);
+double PyFloat_AsDouble(PyObject* value);
+void PyErr_SetString(PyObject* type, const char* message);
+void Py_IncRef(PyObject* object);
+}
