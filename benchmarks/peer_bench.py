@@ -152,8 +152,8 @@ class Bench:
         moved = (self.world_size - 1) * row_bytes
         if call.shape.two_shot:
             moved = 2 * (self.world_size - 1) * row_bytes // self.world_size  # zeros do not travel
-        launch = call.bound(bounds)
-        run = lambda i: launch([outs[i % copies]], [mine[i % copies]])  # noqa: E731
+        launch = call.bound(bounds, outs[0], mine[0])
+        run = lambda i: launch(outs[i % copies], mine[i % copies], None)  # noqa: E731
         self.add(size, profile, f"peer {variant}", run, moved, wrong, host)
 
     # Theirs

@@ -5,10 +5,12 @@
 #ifdef SHARDSUM_WITH_CUDA
 #include <torch/csrc/stable/accelerator.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "boxed.h"
 #include "peer.h"
+#include "python_calls.h"
 
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
@@ -16,6 +18,7 @@ namespace shardsum {
 namespace {
 
 constexpr int64_t kPlanVersion = 2;
+constexpr int kMaxBoundDims = 9;
 
 // Reads a plan word by word.
 class Words {
@@ -171,26 +174,37 @@ void enqueue(Plan& plan, const TensorView& device_of) {
   plan.warm = true;
 }
 
-// A plan of one source and one output with the bounds of its row, in the memory of a tensor: ready to launch.
+// A plan of one source and one output with all that its calls have in common, in the memory of a tensor: ready to
+// launch. `lengths` are what it is known by; they are compared, no more.
 struct BoundPlan {
   int64_t version = kPlanVersion;
   int64_t device;
+  int64_t dtype, out_dtype;  // PyTorch's
+  int64_t dim, trailing[kMaxBoundDims - 1];
+  int64_t num_lengths, lengths[kPeerMaxRanks];
   Plan plan;
 };
 
-// peer_bind(Tensor plan, int start, int length, int device) -> Tensor
+// peer_bind(Tensor plan, int start, int length, int[] lengths, Tensor out, Tensor shard) -> Tensor
 void peer_bind(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorArg tensor(stack[0]);
-  BoundPlan bound;
+  const TensorArg tensor(stack[0]), out_arg(stack[4]), shard_arg(stack[5]);
+  const IntListArg lengths(stack[3]);
+  const TensorView out = out_arg.view(), shard = shard_arg.view();
+  BoundPlan bound{};
   bound.plan = read_whole_plan(tensor.view());
   STD_TORCH_CHECK(bound.plan.call.num_sources == 1 && bound.plan.call.num_outputs == 1,
                   "shardsum: the plan has several rows");
   const auto start = torch::stable::detail::to<int64_t>(stack[1]),
              length = torch::stable::detail::to<int64_t>(stack[2]);
   STD_TORCH_CHECK(start >= 0 && length >= 0, "shardsum: bounds of the shard");
+  STD_TORCH_CHECK(shard.dim() >= 1 && shard.dim() <= kMaxBoundDims, "shardsum: too many dimensions to bind");
+  STD_TORCH_CHECK(lengths.size() <= kPeerMaxRanks, "shardsum: too many lengths");
   bound.plan.call.sources[0].start = static_cast<uint32_t>(start);
   bound.plan.call.sources[0].length = static_cast<uint32_t>(length);
-  bound.device = torch::stable::detail::to<int64_t>(stack[3]);
+  bound.device = shard.device_index(), bound.dtype = shard.dtype_code(), bound.out_dtype = out.dtype_code();
+  bound.dim = shard.dim(), bound.num_lengths = lengths.size();
+  std::copy(shard.sizes() + 1, shard.sizes() + shard.dim(), bound.trailing);
+  std::copy(lengths.data(), lengths.data() + lengths.size(), bound.lengths);
   static_assert(sizeof(BoundPlan) % sizeof(int64_t) == 0 && std::is_trivially_copyable_v<BoundPlan>);
   const int64_t words = sizeof(BoundPlan) / sizeof(int64_t), stride = 1;
   AtenTensorHandle handle = nullptr;
@@ -202,28 +216,30 @@ void peer_bind(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = result.release();
 }
 
-// Whether a call with other tensors than at the last time can be launched all the same: they are contiguous on the GPU,
-// `out` has the result's shape and shares no memory.
+// Whether a call with other tensors than those that were bound can be launched all the same: they are contiguous on the
+// GPU, of the same dtypes and trailing shape, `out` has the result's positions and shares no memory.
 bool fits(const BoundPlan& bound, const TensorView& out, const TensorView& shard) {
   for (const TensorView* t : {&out, &shard}) {
     if (t->device_type() != aoti_torch_device_type_cuda() || t->device_index() != bound.device) return false;
-    if (!t->is_contiguous()) return false;
+    if (t->dim() != bound.dim || !t->is_contiguous()) return false;
+    if (!std::equal(t->sizes() + 1, t->sizes() + t->dim(), bound.trailing)) return false;
   }
-  const PeerOutput& output = bound.plan.call.outputs[0];
-  if (out.dim() != shard.dim() || out.dim() < 1 || out.size(0) != int64_t{output.end} - output.begin) return false;
-  for (int64_t d = 1; d < out.dim(); ++d)
-    if (out.size(d) != shard.size(d)) return false;
-  return !overlap(out, shard);
+  if (shard.dtype_code() != bound.dtype || out.dtype_code() != bound.out_dtype) return false;
+  const PeerCall& c = bound.plan.call;
+  if (out.size(0) != int64_t{c.outputs[0].end} - c.outputs[0].begin) return false;
+  return shard.size(0) >= int64_t{c.sources[0].length} && !overlap(out, shard);
 }
 
-// peer_run_bound(Tensor(a!) out, Tensor shard, Tensor(b!) plan) -> bool, of peer_bind. Only addresses are set. False,
-// and nothing has happened: the tensors do not fit.
+thread_local BoundPlan* pending_plan = nullptr;
+
+// peer_run_bound(Tensor(a!) out, Tensor shard) -> bool, called by call_bound alone. Only addresses are set. False, and
+// nothing has happened: the tensors do not fit.
 void peer_run_bound(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorArg out_arg(stack[0]), shard_arg(stack[1]), tensor(stack[2]);
-  const TensorView out = out_arg.view(), shard = shard_arg.view(), memory = tensor.view();
-  auto& bound = *static_cast<BoundPlan*>(memory.mutable_data());
-  STD_TORCH_CHECK(memory.size(0) * sizeof(int64_t) == sizeof(BoundPlan) && bound.version == kPlanVersion,
-                  "shardsum: this is not a bound plan of this version of the library");
+  const TensorArg out_arg(stack[0]), shard_arg(stack[1]);
+  STD_TORCH_CHECK(pending_plan != nullptr, "shardsum: this operator is not called by itself");
+  BoundPlan& bound = *pending_plan;
+  pending_plan = nullptr;
+  const TensorView out = out_arg.view(), shard = shard_arg.view();
   const bool run = fits(bound, out, shard);
   if (run) {
     PeerCall& c = bound.plan.call;
@@ -233,6 +249,32 @@ void peer_run_bound(StableIValue* stack, uint64_t, uint64_t) {
     enqueue(bound.plan, out);
   }
   stack[0] = torch::stable::detail::from(run);
+}
+
+PyObject* boolean(bool value) {
+  PyObject* object = value ? &_Py_TrueStruct : &_Py_FalseStruct;
+  Py_IncRef(object);
+  return object;
+}
+
+// call_bound(peer_run_bound, plan, lengths, out, shard): the operator's result, or False where `lengths`, a list of
+// ints, are not those that were bound. None: they are known to be. `plan` is the address of what peer_bind made.
+PyObject* call_bound(PyObject*, PyObject* const* args, std::ptrdiff_t count) {
+  int overflow = 0;
+  if (count != 5 || args[1]->type != &PyLong_Type) return refuse("shardsum: call_bound takes other arguments");
+  auto* bound = reinterpret_cast<BoundPlan*>(PyLong_AsLongLongAndOverflow(args[1], &overflow));
+  if (overflow != 0 || bound == nullptr || bound->version != kPlanVersion)
+    return refuse("shardsum: this is not a bound plan of this version of the library");
+  if (args[2] != &_Py_NoneStruct) {
+    if (args[2]->type != &PyList_Type || PyList_Size(args[2]) != bound->num_lengths) return boolean(false);
+    Table<int64_t, kPeerMaxRanks> lengths(bound->num_lengths);
+    if (!read_ints(args[2], lengths)) return boolean(false);
+    if (!std::equal(bound->lengths, bound->lengths + bound->num_lengths, lengths.data())) return boolean(false);
+  }
+  pending_plan = bound;
+  PyObject* result = PyObject_CallFunctionObjArgs(args[0], args[3], args[4], nullptr);
+  pending_plan = nullptr;
+  return result;
 }
 
 const void* device_bounds(const std::optional<TensorArg>& values, PeerCall& c) {
@@ -273,11 +315,16 @@ void peer_run(StableIValue* stack, uint64_t, uint64_t) {
 }  // namespace
 }  // namespace shardsum
 
-STABLE_TORCH_LIBRARY_IMPL(shardsum, CPU, m) { m.impl("peer_bind", &shardsum::peer_bind); }
-
 STABLE_TORCH_LIBRARY_IMPL(shardsum, CUDA, m) {
   if (aoti_torch_get_current_cuda_stream == nullptr) return;
+  m.impl("peer_bind", &shardsum::peer_bind);
   m.impl("peer_run_bound", &shardsum::peer_run_bound);
   m.impl("peer_run", &shardsum::peer_run);
+}
+
+// For shardsum/native.py, as shardsum_call_with.
+extern "C" __attribute__((visibility("default"), used)) PyObject* shardsum_call_bound() {
+  static PyMethodDef method{"call_bound", &shardsum::call_bound, METH_FASTCALL, nullptr};
+  return PyCFunction_NewEx(&method, nullptr, nullptr);
 }
 #endif

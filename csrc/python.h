@@ -20,7 +20,7 @@ struct PyMethodDef {
 constexpr int METH_FASTCALL = 0x80;
 
 extern PyTypeObject PyList_Type, PyLong_Type, PyFloat_Type;
-extern PyObject _Py_NoneStruct, _Py_TrueStruct;
+extern PyObject _Py_NoneStruct, _Py_TrueStruct, _Py_FalseStruct;
 extern PyObject* PyExc_RuntimeError;
 
 PyObject* PyCFunction_NewEx(PyMethodDef* method, PyObject* self, PyObject* module);

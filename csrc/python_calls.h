@@ -30,7 +30,8 @@ inline Pending take_pending() {
 
 // Reads a list of ints: False where anything else is there, also True and 8.0, which an int64_t would take. Nobody
 // writes to the list meanwhile: no Python runs.
-inline bool read_ints(PyObject* list, Table<int64_t>& values) {
+template <class Values>
+bool read_ints(PyObject* list, Values& values) {
   for (int64_t i = 0; i < values.size(); ++i) {
     PyObject* value = PyList_GetItem(list, i);
     if (value->type != &PyLong_Type) return false;

@@ -71,6 +71,9 @@ def _pack(values: Any) -> bytes | None:
 #: and ``lengths`` where those are a tensor (:mod:`shardsum.kernels`). RuntimeError where it or an argument's type
 #: refuses the call.
 call_with: Callable[..., Any] = _first_call_with
+#: ``call_bound(peer_run_bound, plan, lengths, out, shard)``: launches a call over peer memory whose plan, an address,
+#: is bound (:mod:`shardsum.transports.peer`); only in a library with CUDA.
+call_bound: Callable[..., bool] = _refuse
 #: ``pack(values)``: a list of ints that fit into 64 bits as bytes; None for anything else. (This one until the native
 #: library brings its own, which is ten times as fast.)
 pack: Callable[[Any], bytes | None] = _pack
@@ -180,24 +183,28 @@ def _load_once() -> None:
 def _load_library() -> Status:
     path, reason = _find()
     torch.ops.load_library(str(path))
-    _take_functions(path)
     has_cuda = bool(ctypes.CDLL(str(path)).shardsum_has_cuda())
+    _take_functions(path, has_cuda)
     if torch.version.cuda and not has_cuda:
         reason += f"; without a CUDA part: {building.cuda_absence()}"
     return Status("native", path, has_cuda, _limit_cpu_isa(path, None), reason)
 
 
-def _take_functions(library: Path) -> None:
+def _take_functions(library: Path, has_cuda: bool) -> None:
     """The functions of csrc/python_calls.h, which know the objects of an ordinary CPython only."""
-    global call_with, pack
+    global call_with, call_bound, pack
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return
-    made = []
-    for name in ("shardsum_call_with", "shardsum_pack"):
-        make = getattr(ctypes.PyDLL(str(library)), name)
-        make.restype = ctypes.py_object
-        made.append(make())
-    call_with, pack = made
+    functions = ctypes.PyDLL(str(library))
+
+    def make(name: str) -> Any:
+        maker = getattr(functions, name)
+        maker.restype = ctypes.py_object
+        return maker()
+
+    call_with, pack = make("shardsum_call_with"), make("shardsum_pack")
+    if has_cuda:
+        call_bound = make("shardsum_call_bound")
 
 
 def _limit_cpu_isa(library: Path, name: str | None) -> str:

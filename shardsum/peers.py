@@ -16,8 +16,10 @@ from torch import Tensor
 from .layout import ExchangePlan, intervals_of, length
 from .operators import readable
 from .transports import peer_plan
-from .transports.peer import PeerTransport, Tuning, available
+from .transports.peer import MAX_BOUND_DIMS, PeerTransport, Tuning, available
 from .transports.peer_memory import Gather
+
+Launch = Callable[[Tensor, Tensor, "list[int] | None"], bool]
 
 
 class Peers:
@@ -78,13 +80,23 @@ class Peers:
         self.transport.exchange(plan, rows, outs, op=op, scale=scale, lengths=lengths)
 
     def launcher(
-        self, plan: ExchangePlan, width: int, dtype: torch.dtype, out_dtype: torch.dtype, op: str, scale: float | None
-    ) -> tuple[Callable[[Sequence[Tensor], Sequence[Tensor]], bool], bool]:
-        """``launch(outs, shards)`` of such an exchange with nothing left to decide, and whether it looks at its tensors
-        (:attr:`PreparedCall.looks`)."""
-        prepared = self.transport.prepare(plan, width, dtype, out_dtype, op, scale)
-        held = [plan.sources[r] for r in plan.hosted_sources(self.transport.rank)]
-        return prepared.bound([bound for begin, end in held for bound in (begin, end - begin)]), prepared.looks
+        self,
+        plan: ExchangePlan,
+        outs: Sequence[Tensor],
+        shards: Sequence[Tensor],
+        op: str,
+        scale: float | None,
+        lengths: Sequence[int] = (),
+    ) -> tuple[Callable[[Sequence[Tensor], Sequence[Tensor]], None], Launch | None]:
+        """``launch(outs, shards)`` of such an exchange with nothing left to decide; and, where there is one of either,
+        :meth:`PreparedCall.bound` of it, which looks at its tensors and is known by ``lengths``."""
+        first, rank = shards[0], self.transport.rank
+        prepared = self.transport.prepare(plan, first.shape[1:].numel(), first.dtype, outs[0].dtype, op, scale)
+        held = [plan.sources[r] for r in plan.hosted_sources(rank)]
+        bounds = [bound for begin, end in held for bound in (begin, end - begin)]
+        binds = prepared.single and first.dim() <= MAX_BOUND_DIMS
+        one = prepared.bound(bounds, outs[0], first, lengths) if binds else None
+        return lambda outs, shards: prepared(outs, shards, bounds), one
 
     def gather_lengths(self, plan_of: ExchangePlan, lengths: Tensor) -> Tensor:
         """The ``(R,)`` lengths of all virtual ranks from each process's hosted ones, unread by the host."""

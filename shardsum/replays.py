@@ -9,25 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import native
+
 _MAX = 1024
-_INTS = {int}
 Results = Sequence[tuple[torch.Size, torch.dtype]]
 
 
 class Known(NamedTuple):
-    """``launch(outs, shards)`` runs the call; ``results`` are shape and dtype of what it fills, by hosted sink. Where
-    ``launch`` ``looks`` at device, layout, addresses and the shape of ``out`` itself, it returns False for what it does
-    not run, and the dispatcher resolves lazy signs of shards (not of what is written)."""
+    """``launch(outs, shards)`` runs the call; ``results`` are shape and dtype of what it fills, by hosted sink.
 
-    launch: Callable[[list[Tensor], list[Tensor]], bool]
+    ``one(out, shard, lengths)``, where given, is used instead: it looks at device, layout, addresses, shapes and
+    dtypes itself, and at ``lengths``, the call's one list, unless None; it returns False for what it does not run."""
+
+    launch: Callable[[list[Tensor], list[Tensor]], None]
     results: Results
-    looks: bool = False
+    one: Callable[[Tensor, Tensor, list[int] | None], bool] | None = None
 
 
 class Replays:
@@ -36,6 +38,8 @@ class Replays:
     def __init__(self, num_hosted: int, device: torch.device) -> None:
         self._num_hosted, self._device = num_hosted, -1 if device.index is None else device.index
         self._known: dict[Hashable, Known] = {}
+        self._last: Known | None = None  # the last to run of those with `one`
+        self._last_name, self._last_others, self._last_made_out = "", cast(Hashable, None), False
 
     def __len__(self) -> int:
         return len(self._known)
@@ -49,20 +53,13 @@ class Replays:
         """
         parts: tuple[Any, ...] = ()
         for values in lists:
-            if type(values) is not list or not values:
-                return None
-            ints = (*values,)
-            if type(ints[0]) is tuple:
-                try:
-                    if {*map(len, ints)} != {2}:
-                        return None
-                    ints = (*chain.from_iterable(ints),)
-                except TypeError:
-                    return None
+            packed = native.pack(values)  # 8.0 and True equal ints, which the long way tells apart
+            if packed is None:
+                packed = _pack_pairs(values)
                 parts += ("pairs",)
-            if not _INTS.issuperset(map(type, ints)):  # 8.0 and True equal ints, which the long way tells apart
+            if not packed:
                 return None
-            parts += (ints,)
+            parts += (packed,)
         if out is not None and type(out) is not Tensor:
             return None
         try:
@@ -82,6 +79,23 @@ class Replays:
 
     def clear(self) -> None:
         self._known.clear()
+        self._last = None
+
+    def run_last(
+        self, name: str, shards: Any, lists: Sequence[Any], out: Tensor | None, others: Hashable
+    ) -> list[Tensor] | None:
+        """Launch the last call again where it was one like this, without working out its :meth:`key`; else None."""
+        known = self._last
+        try:
+            if known is None or self._last_others != others or self._last_name != name or len(lists) != 1:
+                return None
+        except Exception:  # an argument that no call takes does not compare
+            return None
+        if out is None and not self._last_made_out:  # its dtype may have been asked for by out
+            return None
+        if type(lists[0]) is not list or type(shards) is not Tensor or (out is not None and type(out) is not Tensor):
+            return None
+        return self._run_one(known, shards, lists[0], out)
 
     def run(self, key: Hashable, shards: Any, out: Tensor | None) -> list[Tensor] | None:
         """Launch such a call again; None where it is not known, or an address, layout or gradient forbids it."""
@@ -92,20 +106,31 @@ class Replays:
         if known is None:
             return None
         tensors = shards if type(shards) is list else [shards] if self._num_hosted == 1 else [*shards.unbind(0)]
-        if forward_ad._current_level >= 0:  # the long way refuses tangents
+        if known.one is not None:
+            self._note_last(known, key)
+            return self._run_one(known, tensors[0], None, out)
+        if _needs_the_long_way(*tensors) or (out is not None and out.requires_grad):
             return None
-        if out is not None and (out.requires_grad or out.is_neg() or out.is_conj()):  # nor is a lazy sign overwritten
+        if not self._lie_well(tensors, out, known.results):
             return None
-        for x in tensors:
-            if x.requires_grad and torch.is_grad_enabled():
-                return None
-        if not (known.looks or self._lie_well(tensors, out, known.results)):
+        outs = [out] if out is not None else _empty(tensors[0], known.results)
+        known.launch(outs, tensors)
+        return outs
+
+    def _note_last(self, known: Known, key: Any) -> None:
+        self._last, self._last_name, self._last_others, self._last_made_out = known, key[0], key[-2], key[-3] is None
+
+    def _run_one(
+        self, known: Known, shard: Tensor, lengths: list[int] | None, out: Tensor | None
+    ) -> list[Tensor] | None:
+        assert known.one is not None
+        if _needs_the_long_way(shard) or (out is not None and out.requires_grad):
             return None
-        try:  # a shape in single ints is read in a third of the time
-            outs = [out] if out is not None else [tensors[0].new_empty(*s, dtype=d) for s, d in known.results]
-        except RuntimeError:
+        try:
+            outs = [out] if out is not None else _empty(shard, known.results)
+        except RuntimeError:  # of a sparse tensor, say
             return None
-        return outs if known.launch(outs, tensors) else None
+        return outs if known.one(outs[0], shard, lengths) else None
 
     def _lie_well(self, shards: list[Tensor], out: Tensor | None, results: Results) -> bool:
         """Contiguous on the group's device without lazy signs, and ``out`` apart, of the result's shape."""
@@ -122,3 +147,23 @@ class Replays:
             return [out.shape] == [shape for shape, _ in results]
         except RuntimeError:  # a sparse tensor has neither layout nor address
             return False
+
+
+def _needs_the_long_way(*shards: Tensor) -> bool:
+    """They have tangents, which it refuses, or need a gradient. (In a loop: `any` would cost twice as much.)"""
+    needs = forward_ad._current_level >= 0
+    for x in shards:
+        needs = needs or (x.requires_grad and torch.is_grad_enabled())
+    return needs
+
+
+def _empty(like: Tensor, results: Results) -> list[Tensor]:
+    return [
+        like.new_empty(*shape, dtype=dtype) for shape, dtype in results
+    ]  # single ints are read in a third of the time
+
+
+def _pack_pairs(values: Any) -> bytes | None:
+    if type(values) is not list or {*map(type, values)} != {tuple} or {*map(len, values)} != {2}:
+        return None
+    return native.pack([*chain.from_iterable(values)])

@@ -289,6 +289,7 @@ def test_constants_are_those_of_the_header() -> None:
     assert constant("kPeerMaxHosted") == peer_plan.MAX_HOSTED
     assert constant("kPeerMaxBuffers") == peer._MAX_BUFFERS
     assert constant("kPlanVersion") == peer._PLAN_VERSION
+    assert constant("kMaxBoundDims") == peer.MAX_BOUND_DIMS
     enum = rows[rows.index("enum class DType") :]
     names = re.findall(r"\bk(\w+)\b", re.sub(r"//.*", "", enum[: enum.index("}")]))
     torch_names = [str(dtype).removeprefix("torch.") for dtype in peer._DTYPE_CODES]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from shardsum import ShardGroup
+from shardsum import ShardGroup, native
 from shardsum.group import _text
 from shardsum.layout import ExchangePlan
 from shardsum.replays import Known, Replays
@@ -80,9 +80,21 @@ class Calls(Replays):
         self.call = self.key("all_reduce", shards, ([4, 2],), out, None)
         self.remember(self.call, Known(self.launch, [((5, 3) if out is None else out.shape, X.dtype)]))
 
-    def launch(self, outs: list[Tensor], rows: list[Tensor]) -> bool:
+    def launch(self, outs: list[Tensor], rows: list[Tensor]) -> None:
         self.launched.append([*outs, *rows])
-        return True
+
+    def one(self, runs: bool = True, results: Any = None) -> Calls:
+        """The same call with a launch that looks at its tensors, and says that it runs or not."""
+
+        def launch(out: Tensor, row: Tensor, lengths: list[int] | None) -> bool:
+            self.launched.append([out, row])
+            self.lengths.append(lengths)
+            return runs
+
+        self.lengths: list[Any] = []
+        known = self._known[self.call]
+        self.remember(self.call, Known(known.launch, results or known.results, launch))
+        return self
 
 
 def test_a_known_call_is_launched_with_its_own_tensors() -> None:
@@ -128,15 +140,87 @@ def test_the_shape_of_out_is_looked_at_again() -> None:
     assert calls.run(calls.call, X, torch.empty(5, 3)) is None and not calls.launched
 
 
-@pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize(
     "out", [torch._neg_view(torch.empty(4, 3)), torch.empty(4, 3, dtype=torch.complex64).conj()], ids=["neg", "conj"]
 )
-def test_lazy_signs_of_out_go_the_long_way(out: Tensor, looks: bool) -> None:
+def test_lazy_signs_of_out_go_the_long_way(out: Tensor) -> None:
     """The dispatcher would hand a copy to the launch, and then find no result to copy back."""
     calls = Calls(1, X, out)
-    calls.remember(calls.call, Known(calls.launch, [(out.shape, out.dtype)], looks))
     assert calls.run(calls.call, X, out) is None and not calls.launched
+
+
+def test_a_launch_that_looks_itself_refuses_what_is_not_a_plain_tensor() -> None:
+    """Its operator has kernels of its own, in place of the dispatcher's, which say that nothing has run."""
+    for key in (
+        "CompositeExplicitAutograd",
+        "Negative",
+        "Conjugate",
+        "FuncTorchBatched",
+        "Batched",
+        "Python",
+        "Tracer",
+    ):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key("shardsum::peer_run_bound", key)
+    negative, conjugate = torch._neg_view(X), torch.ones(4, 3, dtype=torch.complex64).conj()
+    for out, shard in ((X, negative), (negative, X), (conjugate, conjugate)):
+        assert peer._run_bound(out, shard) is False
+    assert torch.func.vmap(lambda x: torch.tensor(peer._run_bound(x, x)))(torch.ones(2, 4, 3)).tolist() == [False] * 2
+
+
+def last(calls: Calls, shards: Any = X, lists: Any = ([4, 2],), out: Any = None, others: Any = None) -> Any:
+    return calls.run_last("all_reduce", shards, lists, out, others)
+
+
+def test_the_last_call_is_known_without_its_key() -> None:
+    out = torch.empty(4, 3)
+    calls = Calls(1, X, out).one()
+    assert last(calls, out=out) is None  # there was none
+    assert calls.run(calls.call, X, out) == [out] and calls.lengths == [None]  # they are in the key
+    lengths = [4, 2]
+    assert last(calls, lists=(lengths,), out=out) == [out]
+    assert calls.lengths[1] is lengths and calls.launched[1][0] is out and calls.launched[1][1] is X
+    calls.clear()
+    assert last(calls, out=out) is None and len(calls.launched) == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"others": 1},
+        {"others": np.ones(2)},
+        {"others": X},
+        {"lists": ([4, 2], [4, 2])},
+        {"lists": ((4, 2),)},
+        {"lists": (None,)},
+        {"lists": ()},
+        {"shards": [X]},
+        {"shards": torch.nn.Parameter(X)},
+        {"shards": X.clone().requires_grad_()},
+        {"shards": None},
+        {"out": torch.nn.Parameter(X)},
+        {"out": torch.empty(4, 3, requires_grad=True)},
+        {"out": 3},
+        {"out": None},
+    ],
+)
+def test_what_differs_from_the_last_call_goes_another_way(other: dict[str, Any]) -> None:
+    out = torch.empty(4, 3)
+    calls = Calls(1, X, out).one()
+    assert calls.run(calls.call, X, out) == [out]
+    assert last(calls, **({"out": out} | other)) is None and len(calls.launched) == 1
+    assert calls.run_last("reduce_scatter", X, ([4, 2],), out, None) is None and len(calls.launched) == 1
+
+
+def test_the_last_call_makes_a_result_of_its_own_dtype() -> None:
+    """Not of the dtype of another call's `out`, and not of a call that is refused."""
+    calls = Calls(1, X, None).one(results=[((5, 3), torch.float64)])
+    (first,) = calls.run(calls.call, X, None) or ()
+    (made,) = last(calls) or ()
+    assert made is not first and made.shape == (5, 3) and made.dtype == torch.float64
+    assert last(Calls(1, X, None).one(runs=False)) is None
+    assert last(calls, shards=torch.nested.nested_tensor([X, X[:2]])) is None  # has no new_empty
+    with forward_ad.dual_level():
+        assert last(calls) is None
 
 
 def test_calls_are_forgotten_with_what_was_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +235,7 @@ def test_calls_are_forgotten_with_what_was_agreed(monkeypatch: pytest.MonkeyPatc
     for n, known in ((0, 0), (1, 1), (2, 2), (0, 3), (3, 3), (3, 1), (0, 1), (1, 2)):
         assert len(replays) == known
         agreement.agree(str(n), {})  # as a call does: first this
-        replays.remember(n, Known(lambda outs, rows: True, []))
+        replays.remember(n, Known(lambda outs, rows: None, []))
     assert stated == ["0", "1", "2", "3", "0", "1"]
 
 
@@ -192,7 +276,7 @@ def test_arguments_that_no_call_takes() -> None:
 def test_the_oldest_of_many_is_forgotten() -> None:
     calls = Calls(1, X, None)
     for n in range(2000):
-        calls.remember(calls.key("all_reduce", X, ([n, 2],), None, 1), Known(lambda outs, rows: True, []))
+        calls.remember(calls.key("all_reduce", X, ([n, 2],), None, 1), Known(lambda outs, rows: None, []))
     assert len(calls) == 1024 and calls.run(calls.call, X, None) is None
 
 
@@ -205,16 +289,14 @@ class Owner:
 
 def test_a_launch_that_looks_itself_may_refuse() -> None:
     for runs in (True, False):
-        calls = Calls(1, X, None)
-        calls.remember(calls.call, Known(lambda outs, rows, runs=runs: runs, [((5, 3), X.dtype)], looks=True))
+        calls = Calls(1, X, None).one(runs)
         assert (calls.run(calls.call, X.t().contiguous().t(), None) is not None) == runs
         assert calls.run(calls.call, X.clone().requires_grad_(), None) is None
 
 
 def test_the_peer_launch_refuses_what_is_not_on_a_gpu() -> None:
-    plan = torch.zeros(3, dtype=torch.int64)
     for out, shard in ((X, X), (X, X.to_sparse()), (X.to_sparse(), X), (X.to("meta"), X.to("meta"))):
-        assert peer._run_bound(out, shard, plan) is False
+        assert peer._run_bound(out, shard) is False
 
 
 def test_a_nested_tensor_is_not_known() -> None:
@@ -223,26 +305,26 @@ def test_a_nested_tensor_is_not_known() -> None:
 
 def test_a_bound_call_hands_its_bounds_over(monkeypatch: pytest.MonkeyPatch) -> None:
     call = peer.PreparedCall(Owner(), None, None, [7, 1, 9], single=True)  # type: ignore[arg-type]
-    ran = []
-    monkeypatch.setattr(peer, "_bind", lambda plan, *bound: (plan.tolist(), *bound))
-    monkeypatch.setattr(peer, "_run_bound", lambda out, shard, plan: ran.append((out, shard, plan)) or True)
-    out = torch.empty(4, 3)
-    assert call.bound([2, 5])([out], [X]) and call.looks
-    assert ran == [(out, X, ([7, 1, 9], 2, 5, 3))]
-    several = peer.PreparedCall(Owner(), None, None, [7, 1, 9], single=False)  # type: ignore[arg-type]
-    monkeypatch.setattr(peer, "_run", lambda *args: ran.append(args))
-    assert several.bound([2, 5, 0, 1])([out], [X, X]) and not several.looks
-    assert ran[1][:5] == ([out], [X, X], [2, 5, 0, 1], None, None) and ran[1][5].tolist() == [7, 1, 9]
+    ran, plan, out = [], torch.zeros(2), torch.empty(4, 3)
+    monkeypatch.setattr(peer, "_bind", lambda *bound: ran.append(bound) or plan)
+    monkeypatch.setattr(native, "call_bound", lambda *args: ran.append(args) or True)
+    launch = call.bound([2, 5], out, X, [7, 8])
+    assert launch(out, X, [7, 8]) and launch(X, out, None)
+    assert ran[0][0].tolist() == [7, 1, 9] and ran[0][1:] == (2, 5, [7, 8], out, X)
+    for args, rest in zip(ran[1:], (([7, 8], out, X), (None, X, out))):
+        assert args[:2] == (peer._run_bound, plan.data_ptr()) and args[2] == rest[0]
+        assert args[3] is rest[1] and args[4] is rest[2]
 
 
-@pytest.mark.parametrize("single", [True, False])
-def test_a_failed_group_says_so_in_a_bound_call(single: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_group_says_so_in_a_bound_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(peer, "_bind", lambda *args: None)
-    for name in ("_run_bound", "_run"):
-        monkeypatch.setattr(peer, name, fail)
-    call = peer.PreparedCall(Owner(), None, None, [7, 1, 9], single)  # type: ignore[arg-type]
+    monkeypatch.setattr(peer, "_bind", lambda *args: torch.zeros(2))
+    monkeypatch.setattr(native, "call_bound", fail)
+    monkeypatch.setattr(peer, "_run", fail)
+    call = peer.PreparedCall(Owner(), None, None, [7, 1, 9], True)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="the group has failed"):
-        call.bound([2, 5])([torch.empty(4, 3)], [X])
+        call.bound([2, 5], X, X)(torch.empty(4, 3), X, None)
+    with pytest.raises(RuntimeError, match="the group has failed"):
+        call([torch.empty(4, 3)], [X], [2, 5])

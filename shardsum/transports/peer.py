@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import native
 from ..layout import ExchangePlan
 from . import peer_plan
 from .peer_memory import Gather, SymmetricMemory, available, gather_objects, shares_gpus
@@ -32,9 +33,12 @@ _library = torch.library.Library("shardsum", "FRAGMENT")
 _library.define(
     "peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, Tensor(b!) plan) -> ()"
 )
-_library.define("peer_bind(Tensor plan, int start, int length, int device) -> Tensor")
-_library.define("peer_run_bound(Tensor(a!) out, Tensor shard, Tensor(b!) plan) -> bool")
-_library.impl("peer_run_bound", lambda out, shard, plan: False, "CompositeExplicitAutograd")  # not on a GPU
+_library.define("peer_bind(Tensor plan, int start, int length, int[] lengths, Tensor out, Tensor shard) -> Tensor")
+_library.define("peer_run_bound(Tensor(a!) out, Tensor shard) -> bool")
+# Not on a GPU; lazy signs, of which a launch knows nothing; a batch that hides its size; modes and traces, which would
+# record what has no fake.
+for _key in ("CompositeExplicitAutograd", "Negative", "Conjugate", "FuncTorchBatched", "Batched", "Python", "Tracer"):
+    _library.impl("peer_run_bound", lambda out, shard: False, _key)
 # OpOverload.__call__ only forwards to _op.
 _bind = torch.ops.shardsum.peer_bind.default._op
 _run_bound = torch.ops.shardsum.peer_run_bound.default._op
@@ -48,6 +52,7 @@ _DTYPE_CODES = {
 _BYTES = _DTYPE_CODES[torch.uint8]
 _PLAN_VERSION = 2
 _MAX_BUFFERS = 64
+MAX_BOUND_DIMS = 9  # of the shard of a bound call
 _MAX_CALLS = 256
 _HOST_WORDS = 7  # of PeerHost, before its buffers
 
@@ -60,11 +65,12 @@ class PreparedCall:
 
     Attributes:
         message, shape: what moves, and how it is launched.
+        single: whether this process has one source and one sink.
     """
 
     def __init__(self, owner: PeerTransport, message: Message, shape: Shape, words: list[int], single: bool) -> None:
         self.message, self.shape = message, shape
-        self._owner, self._single = owner, single
+        self._owner, self.single = owner, single
         self._plan = torch.tensor(words, dtype=torch.int64, device="cpu")
 
     def __call__(
@@ -93,32 +99,27 @@ class PreparedCall:
             self._owner.check()
             raise
 
-    @property
-    def looks(self) -> bool:
-        """Whether a :meth:`bound` call looks at its tensors: it then returns False, and launches nothing, where they
-        are on another device, not contiguous, share memory, or ``out`` has another shape than the result."""
-        return self._single
+    def bound(
+        self, bounds: Sequence[int], out: Tensor, shard: Tensor, lengths: Sequence[int] = ()
+    ) -> Callable[[Tensor, Tensor, list[int] | None], bool]:
+        """``launch(out, shard, lengths)``: this call, always with these bounds, in less of the host's time. For one
+        source and one sink on this process (:attr:`single`).
 
-    def bound(self, bounds: Sequence[int]) -> Callable[[Sequence[Tensor], Sequence[Tensor]], bool]:
-        """``launch(outs, shards)``: this call, always with these bounds. Takes less of the host's time where this
-        process has one source and one sink."""
+        The launch returns False, and has done nothing, where its tensors are not on the GPU, not contiguous, share
+        memory, need lazy signs resolved, or differ from ``out`` or ``shard`` in dtype or shape (except for further
+        positions of the shard), and where ``lengths``, unless None, are not a list of the ints given here.
+        """
+        plan = _bind(self._plan, *bounds, lengths, out, shard)
+        address, call = plan.data_ptr(), native.call_bound
 
-        def launch(outs: Sequence[Tensor], shards: Sequence[Tensor]) -> bool:
-            self(outs, shards, bounds)
-            return True
-
-        if not self._single:
-            return launch
-        plan = _bind(self._plan, *bounds, self._owner.device.index)
-
-        def launch_bound(outs: Sequence[Tensor], shards: Sequence[Tensor]) -> bool:
+        def launch(out: Tensor, shard: Tensor, lengths: list[int] | None, plan: Tensor = plan) -> bool:
             try:
-                return _run_bound(outs[0], shards[0], plan)
+                return call(_run_bound, address, lengths, out, shard)
             except RuntimeError:
                 self._owner.check()
                 raise
 
-        return launch_bound
+        return launch
 
 
 class PeerTransport:
