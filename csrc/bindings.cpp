@@ -161,12 +161,11 @@ SHARDSUM_EXPORT int shardsum_has_cuda() {
 }
 
 // Builtin functions for shardsum/native.py, each a new reference.
-SHARDSUM_EXPORT PyObject* shardsum_call_with() {
-  static PyMethodDef method{"call_with", &shardsum::call_with, METH_FASTCALL, nullptr};
-  return PyCFunction_NewEx(&method, nullptr, nullptr);
-}
-
-SHARDSUM_EXPORT PyObject* shardsum_pack() {
-  static PyMethodDef method{"pack", &shardsum::pack, METH_FASTCALL, nullptr};
-  return PyCFunction_NewEx(&method, nullptr, nullptr);
-}
+#define SHARDSUM_FUNCTION(name)                                                \
+  SHARDSUM_EXPORT PyObject* shardsum_##name() {                                \
+    static PyMethodDef method{#name, &shardsum::name, METH_FASTCALL, nullptr}; \
+    return PyCFunction_NewEx(&method, nullptr, nullptr);                       \
+  }
+SHARDSUM_FUNCTION(call_with)
+SHARDSUM_FUNCTION(pack)
+SHARDSUM_FUNCTION(are_plain)

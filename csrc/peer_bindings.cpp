@@ -251,12 +251,6 @@ void peer_run_bound(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = torch::stable::detail::from(run);
 }
 
-PyObject* boolean(bool value) {
-  PyObject* object = value ? &_Py_TrueStruct : &_Py_FalseStruct;
-  Py_IncRef(object);
-  return object;
-}
-
 // call_bound(peer_run_bound, plan, lengths, out, shard): the operator's result, or False where `lengths`, a list of
 // ints, are not those that were bound. None: they are known to be. `plan` is the address of what peer_bind made.
 PyObject* call_bound(PyObject*, PyObject* const* args, std::ptrdiff_t count) {

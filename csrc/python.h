@@ -28,8 +28,12 @@ PyObject* PyObject_CallFunctionObjArgs(PyObject* callable, ...);
 PyObject* PyBytes_FromStringAndSize(const char* data, std::ptrdiff_t size);
 PyObject* PyList_GetItem(PyObject* list, std::ptrdiff_t index);  // borrowed
 std::ptrdiff_t PyList_Size(PyObject* list);
+std::ptrdiff_t PySequence_Size(PyObject* sequence);
+PyObject* PySequence_GetItem(PyObject* sequence, std::ptrdiff_t index);
+PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
 long long PyLong_AsLongLongAndOverflow(PyObject* value, int* overflow);
 double PyFloat_AsDouble(PyObject* value);
 void PyErr_SetString(PyObject* type, const char* message);
 void Py_IncRef(PyObject* object);
+void Py_DecRef(PyObject* object);
 }

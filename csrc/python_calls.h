@@ -47,6 +47,36 @@ inline PyObject* refuse(const char* why) {
   return nullptr;
 }
 
+inline PyObject* boolean(bool value) {
+  PyObject* object = value ? &_Py_TrueStruct : &_Py_FalseStruct;
+  Py_IncRef(object);
+  return object;
+}
+
+// are_plain(sequence, type, name): whether all items are of exactly this type, and their attribute is False (with name
+// None nobody asks).
+inline PyObject* are_plain(PyObject*, PyObject* const* args, std::ptrdiff_t count) {
+  if (count != 3) return refuse("shardsum: are_plain takes 3 arguments");
+  const std::ptrdiff_t size = PySequence_Size(args[0]);
+  bool plain = true;
+  for (std::ptrdiff_t i = 0; plain && i < size; ++i) {
+    PyObject* item = PySequence_GetItem(args[0], i);
+    if (item == nullptr) return nullptr;
+    plain = reinterpret_cast<PyObject*>(item->type) == args[1];
+    if (plain && args[2] != &_Py_NoneStruct) {
+      PyObject* value = PyObject_GetAttr(item, args[2]);
+      if (value == nullptr) {
+        Py_DecRef(item);
+        return nullptr;
+      }
+      plain = value == &_Py_FalseStruct;
+      Py_DecRef(value);
+    }
+    Py_DecRef(item);
+  }
+  return size < 0 ? nullptr : boolean(plain);
+}
+
 // call_with(operator, lengths, size, mean, scale, tensor, second = none): the operator's result.
 //   lengths: a list of ints, or None; anything else is the operator's last tensor. size: an int. mean: a bool.
 //   scale: a float or None.

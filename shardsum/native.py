@@ -67,6 +67,10 @@ def _pack(values: Any) -> bytes | None:
         return None
 
 
+def _are_plain(items: Any, kind: type, name: str | None) -> bool:
+    return all(type(x) is kind and (name is None or getattr(x, name) is False) for x in items)
+
+
 #: ``call_with(operator, lengths, size, mean, scale, *tensors)``: calls an operator that takes tensors alone, one or two
 #: and ``lengths`` where those are a tensor (:mod:`shardsum.kernels`). RuntimeError where it or an argument's type
 #: refuses the call.
@@ -77,6 +81,9 @@ call_bound: Callable[..., bool] = _refuse
 #: ``pack(values)``: a list of ints that fit into 64 bits as bytes; None for anything else. (This one until the native
 #: library brings its own, which is ten times as fast.)
 pack: Callable[[Any], bytes | None] = _pack
+#: ``are_plain(items, kind, name)``: whether all are exactly of that type, and their attribute ``name``, unless that is
+#: None, is False. (Likewise.)
+are_plain: Callable[[Any, type, str | None], bool] = _are_plain
 
 
 def load() -> None:
@@ -192,7 +199,7 @@ def _load_library() -> Status:
 
 def _take_functions(library: Path, has_cuda: bool) -> None:
     """The functions of csrc/python_calls.h, which know the objects of an ordinary CPython only."""
-    global call_with, call_bound, pack
+    global call_with, call_bound, pack, are_plain
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return
     functions = ctypes.PyDLL(str(library))
@@ -202,7 +209,7 @@ def _take_functions(library: Path, has_cuda: bool) -> None:
         maker.restype = ctypes.py_object
         return maker()
 
-    call_with, pack = make("shardsum_call_with"), make("shardsum_pack")
+    call_with, pack, are_plain = map(make, ("shardsum_call_with", "shardsum_pack", "shardsum_are_plain"))
     if has_cuda:
         call_bound = make("shardsum_call_bound")
 

@@ -62,9 +62,9 @@ def usual_list_sum(
     shards: Any, size: int | None, op: str, scale: float | None, out_dtype: torch.dtype | None, out: Tensor | None
 ) -> Tensor | None:
     """The same for whole shards in a list or tuple."""
-    if not isinstance(shards, (list, tuple)) or {*map(type, shards)} != {Tensor} or forward_ad._current_level >= 0:
+    if _is_dynamo_compiling() or not isinstance(shards, (list, tuple)) or forward_ad._current_level >= 0:
         return None
-    if _is_dynamo_compiling() or (torch.is_grad_enabled() and any([x.requires_grad for x in shards])):
+    if not native.are_plain(shards, Tensor, "requires_grad" if torch.is_grad_enabled() else None):
         return None
     if (op != "sum" and op != "mean") or (scale is not None and type(scale) is not float):
         return None

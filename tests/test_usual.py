@@ -185,6 +185,20 @@ def test_only_plain_ints_are_packed() -> None:
         assert native.pack(odd) is None
 
 
+def test_plain_tensors_are_told_from_others() -> None:
+    native.load()
+    x, leaf = torch.ones(2), torch.ones(2, requires_grad=True)
+    for form in (list, tuple):
+        assert native.are_plain(form([x, x]), torch.Tensor, "requires_grad") is True
+        assert native.are_plain(form([x, leaf]), torch.Tensor, "requires_grad") is False
+        assert native.are_plain(form([x, leaf]), torch.Tensor, None) is True
+        for odd in (torch.nn.Parameter(x), None, 3, [x]):
+            assert native.are_plain(form([x, odd]), torch.Tensor, None) is False
+        assert native.are_plain(form([]), torch.Tensor, None) is True
+    with pytest.raises(AttributeError):
+        native.are_plain([x], torch.Tensor, "no such attribute")
+
+
 def test_the_operators_of_the_usual_call_do_not_run_by_themselves() -> None:
     x, out = b0(), torch.full((6,), 77.0)
     for call in (

@@ -39,6 +39,7 @@ _library.define("peer_run_bound(Tensor(a!) out, Tensor shard) -> bool")
 # record what has no fake.
 for _key in ("CompositeExplicitAutograd", "Negative", "Conjugate", "FuncTorchBatched", "Batched", "Python", "Tracer"):
     _library.impl("peer_run_bound", lambda out, shard: False, _key)
+_library.impl("peer_run_bound", torch.library.fallthrough_kernel, "AutogradCUDA")  # who calls it has looked
 # OpOverload.__call__ only forwards to _op.
 _bind = torch.ops.shardsum.peer_bind.default._op
 _run_bound = torch.ops.shardsum.peer_run_bound.default._op
