@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Callable
+
 import pytest
 import torch
 from processes import run_processes
@@ -74,6 +78,55 @@ def streams(rank: int, world_size: int) -> None:
         handle = group.all_reduce([shards[v].clone() for v in group.virtual_ranks], lengths, async_op=True)
         torch.full((4096, 64), float("nan"), dtype=torch.bfloat16, device="cuda")  # takes freed memory, if any is free
         assert_same(handle.wait(), expected)
+
+
+def odd(x: torch.Tensor, form: int) -> torch.Tensor:
+    """The same values, sometimes behind a lazy sign or not contiguous."""
+    return {0: lambda: torch._neg_view(-x), 1: lambda: x.mT.contiguous().mT}.get(form, lambda: x)()
+
+
+def known_calls(rank: int, world_size: int) -> tuple[int, int]:
+    """Few signatures in random order: a call that was made before, or just now, is launched again where it is the same,
+    whatever a process's own tensors are like. Returns how many were known by their key, and as the last one."""
+    group = ShardGroup(transport="peer")
+    replays, found = group._runner.replays, Counter[str]()
+
+    def counted(name: str, method: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            result = method(*args)
+            found[name] += result is not None
+            return result
+
+        return call
+
+    for name in ("run", "run_last"):
+        setattr(replays, name, counted(name, getattr(replays, name)))
+    shared, own = random.Random(1), random.Random(2 + rank)
+    for call in range(400):
+        lengths, dtype = shared.choice(([7, 4], [4, 7], [7, 0])), shared.choice((torch.float32, torch.bfloat16))
+        trailing, wanted = shared.choice(((6,), (2, 3))), shared.choice((torch.float32, torch.bfloat16))
+        op, size = shared.choice(("sum", "mean")), shared.choice((7, 9))
+        rows = [random_values((n, *trailing), dtype, 2 * call + r) for r, n in enumerate(lengths)]
+        want = reference.ragged_sum(rows, [0, 0], size, op=op, out_dtype=wanted)
+        unused = torch.full((own.choice((0, 2)), *trailing), float("nan"), dtype=dtype)
+        x = odd(torch.cat([rows[rank], unused]).cuda(), own.randrange(8))
+        for _ in range(shared.choice((1, 1, 3))):
+            out = odd(torch.full((size, *trailing), float("nan"), dtype=wanted, device="cuda"), own.randrange(8))
+            if own.random() < 0.3:
+                got = group.all_reduce(x, lengths, size=size, op=op, out_dtype=wanted)
+            else:
+                got = group.all_reduce(x, lengths, size=size, op=op, out=out)
+                assert got is out
+            assert_same(got.resolve_neg(), want)
+    with pytest.raises(ValueError, match="lengths"):
+        group.all_reduce(x, [True, 7], size=9)
+    return found["run"], found["run_last"]
+
+
+@marked
+def test_known_calls() -> None:
+    for by_key, last in run_processes(known_calls, 2, backend="nccl", timeout=150):
+        assert by_key > 50 and last > 50
 
 
 @marked
