@@ -98,11 +98,15 @@ class TensorView {
   int64_t dim_ = 0;
 };
 
-// Whether the memory ranges that two tensors of one device span intersect.
-inline bool overlap(const TensorView& a, const TensorView& b) {
-  const auto a_at = reinterpret_cast<uintptr_t>(a.data()), b_at = reinterpret_cast<uintptr_t>(b.data());
-  const int64_t a_bytes = a.spanned_bytes(), b_bytes = b.spanned_bytes();
+// Whether two stretches of memory intersect.
+inline bool overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
+  const auto a_at = reinterpret_cast<uintptr_t>(a), b_at = reinterpret_cast<uintptr_t>(b);
   return a_bytes > 0 && b_bytes > 0 && a_at < b_at + b_bytes && b_at < a_at + a_bytes;
+}
+
+// Whether the memory ranges that two tensors of one device span do.
+inline bool overlap(const TensorView& a, const TensorView& b) {
+  return overlap(a.data(), a.spanned_bytes(), b.data(), b.spanned_bytes());
 }
 
 // Owns one tensor argument.

@@ -133,6 +133,13 @@ void find_buffer(const PeerCall& c, const PeerHost& host, PeerSource& s) {
   }
 }
 
+void place_source(PeerCall& c, const PeerHost& host, PeerSource& s, const void* data, int64_t positions) {
+  s.data = data;
+  s.capacity = static_cast<uint32_t>(positions);
+  find_buffer(c, host, s);
+  c.stages |= s.buffer == 0;
+}
+
 int64_t bytes_from(const TensorView& tensor, int64_t leading) {
   return tensor.width(leading) * static_cast<int64_t>(aoti_torch_dtype_element_size(tensor.dtype_code()));
 }
@@ -142,12 +149,9 @@ void set_source(PeerCall& c, const PeerHost& host, int i, const TensorView& shar
   STD_TORCH_CHECK(shard.dim() >= 1 && shard.is_contiguous() && bytes_from(shard, 1) == c.width * c.in_bytes,
                   "shardsum: shard ", i, " does not fit the plan");
   STD_TORCH_CHECK(start >= 0 && length >= 0 && length <= shard.size(0), "shardsum: bounds of shard ", i);
-  s.data = shard.data();
   s.start = static_cast<uint32_t>(start);
   s.length = static_cast<uint32_t>(length);
-  s.capacity = static_cast<uint32_t>(shard.size(0));
-  find_buffer(c, host, s);
-  c.stages |= s.buffer == 0;
+  place_source(c, host, s, shard.data(), shard.size(0));
 }
 
 void set_output(PeerCall& c, int q, const TensorView& out) {
@@ -157,9 +161,8 @@ void set_output(PeerCall& c, int q, const TensorView& out) {
   c.outputs[q].data = out.mutable_data();
 }
 
-void enqueue(Plan& plan, const TensorView& device_of) {
+void enqueue(Plan& plan, int32_t device) {
   STD_TORCH_CHECK(plan.call.failure->kind == 0, "shardsum: the peer transport of this group has failed");
-  const int32_t device = device_of.device_index();
   int current = -1;
   STD_TORCH_CHECK(current_cuda_device(&current) == 0, "shardsum: no current CUDA device");
   std::optional<torch::stable::accelerator::DeviceGuard> guard;
@@ -217,7 +220,7 @@ void peer_bind(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 // Whether a call with other tensors than those that were bound can be launched all the same: they are contiguous on the
-// GPU, of the same dtypes and trailing shape, `out` has the result's positions and shares no memory.
+// GPU, of the same dtypes and trailing shape, `out` has the result's positions.
 bool fits(const BoundPlan& bound, const TensorView& out, const TensorView& shard) {
   for (const TensorView* t : {&out, &shard}) {
     if (t->device_type() != aoti_torch_device_type_cuda() || t->device_index() != bound.device) return false;
@@ -226,8 +229,7 @@ bool fits(const BoundPlan& bound, const TensorView& out, const TensorView& shard
   }
   if (shard.dtype_code() != bound.dtype || out.dtype_code() != bound.out_dtype) return false;
   const PeerCall& c = bound.plan.call;
-  if (out.size(0) != int64_t{c.outputs[0].end} - c.outputs[0].begin) return false;
-  return shard.size(0) >= int64_t{c.sources[0].length} && !overlap(out, shard);
+  return out.size(0) == int64_t{c.outputs[0].end} - c.outputs[0].begin && shard.size(0) >= int64_t{c.sources[0].length};
 }
 
 thread_local BoundPlan* pending_plan = nullptr;
@@ -240,13 +242,15 @@ void peer_run_bound(StableIValue* stack, uint64_t, uint64_t) {
   BoundPlan& bound = *pending_plan;
   pending_plan = nullptr;
   const TensorView out = out_arg.view(), shard = shard_arg.view();
-  const bool run = fits(bound, out, shard);
+  bool run = fits(bound, out, shard);
   if (run) {
     PeerCall& c = bound.plan.call;
+    const void* data = shard.data();
+    c.outputs[0].data = out.mutable_data();
+    run = !overlap(data, shard.size(0) * c.width * c.in_bytes, c.outputs[0].data, out.size(0) * c.width * c.out_bytes);
     c.stages = false;
-    set_source(c, *bound.plan.host, 0, shard, c.sources[0].start, c.sources[0].length);
-    set_output(c, 0, out);
-    enqueue(bound.plan, out);
+    place_source(c, *bound.plan.host, c.sources[0], data, shard.size(0));
+    if (run) enqueue(bound.plan, static_cast<int32_t>(bound.device));
   }
   stack[0] = torch::stable::detail::from(run);
 }
@@ -302,7 +306,7 @@ void peer_run(StableIValue* stack, uint64_t, uint64_t) {
     set_source(c, *plan.host, i, shards[i], on_device ? 0 : bounds[2 * i], on_device ? 0 : bounds[2 * i + 1]);
   }
   for (int q = 0; q < c.num_outputs; ++q) set_output(c, q, outs[q]);
-  enqueue(plan, shards[0]);
+  enqueue(plan, shards[0].device_index());
   static_cast<int64_t*>(tensor.view().mutable_data())[1] = 1;
 }
 
