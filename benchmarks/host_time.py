@@ -68,7 +68,7 @@ def sampler(call: Callable[[], Any], device: torch.device, processes: Processes)
     return sample
 
 
-def local_sums(lengths: list[int], size: int, device: torch.device) -> Calls:
+def local_sums(lengths: list[int], size: int, device: torch.device, skip: Sequence[str] = ()) -> Calls:
     x = torch.randn(len(lengths), size, device=device)
     mask = (torch.arange(size) < torch.tensor(lengths)[:, None]).to(device, torch.float32)
     out, vector = torch.full((size,), float("nan"), device=device), torch.tensor(lengths)
@@ -95,6 +95,7 @@ def local_sums(lengths: list[int], size: int, device: torch.device) -> Calls:
         "loop": loop,
         "compile": lambda: compiled(x, mask, out),
     }
+    calls = {name: call for name, call in calls.items() if name not in skip}
     for name, call in calls.items():
         op = "mean" if "mean" in name else "sum"
         rows = [x[r, :n].cpu() for r, n in enumerate(others[0] if name == NEW else lengths)]
@@ -174,7 +175,7 @@ def main() -> None:
         else:
             for text, lengths in SUMS.items():
                 name = f"R={len(lengths)}, {text}, fp32"
-                calls = local_sums(lengths, int(text.split()[0]), device)
+                calls = local_sums(lengths, int(text.split()[0]), device, args.skip)
                 measured[name] = measure(name, calls, device, processes, args.samples, args.skip)
         first = not several or dist.get_rank() == 0
     if args.json and first:

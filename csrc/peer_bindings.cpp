@@ -234,8 +234,8 @@ bool fits(const BoundPlan& bound, const TensorView& out, const TensorView& shard
 
 thread_local BoundPlan* pending_plan = nullptr;
 
-// peer_run_bound(Tensor(a!) out, Tensor shard) -> bool, called by call_bound alone. Only addresses are set. False, and
-// nothing has happened: the tensors do not fit.
+// peer_run_bound(Tensor(a!) out, Tensor shard) -> bool, called by launch_bound alone. Only addresses are set. False,
+// and nothing has happened: the tensors do not fit.
 void peer_run_bound(StableIValue* stack, uint64_t, uint64_t) {
   const TensorArg out_arg(stack[0]), shard_arg(stack[1]);
   STD_TORCH_CHECK(pending_plan != nullptr, "shardsum: this operator is not called by itself");
@@ -255,14 +255,12 @@ void peer_run_bound(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = torch::stable::detail::from(run);
 }
 
-// call_bound(peer_run_bound, plan, lengths, out, shard): the operator's result, or False where `lengths`, a list of
-// ints, are not those that were bound. None: they are known to be. `plan` is the address of what peer_bind made.
-PyObject* call_bound(PyObject*, PyObject* const* args, std::ptrdiff_t count) {
+// launch(out, shard, lengths) of bind_launch: the operator's result, or False where `lengths`, a list of ints, are not
+// those that were bound. None: they are known to be.
+PyObject* launch_bound(PyObject* self, PyObject* const* args, std::ptrdiff_t count) {
   int overflow = 0;
-  if (count != 5 || args[1]->type != &PyLong_Type) return refuse("shardsum: call_bound takes other arguments");
-  auto* bound = reinterpret_cast<BoundPlan*>(PyLong_AsLongLongAndOverflow(args[1], &overflow));
-  if (overflow != 0 || bound == nullptr || bound->version != kPlanVersion)
-    return refuse("shardsum: this is not a bound plan of this version of the library");
+  if (count != 3) return refuse("shardsum: a launch takes out, shard and lengths");
+  auto* bound = reinterpret_cast<BoundPlan*>(PyLong_AsLongLongAndOverflow(PyTuple_GetItem(self, 1), &overflow));
   if (args[2] != &_Py_NoneStruct) {
     if (args[2]->type != &PyList_Type || PyList_Size(args[2]) != bound->num_lengths) return boolean(false);
     Table<int64_t, kPeerMaxRanks> lengths(bound->num_lengths);
@@ -270,9 +268,24 @@ PyObject* call_bound(PyObject*, PyObject* const* args, std::ptrdiff_t count) {
     if (!std::equal(bound->lengths, bound->lengths + bound->num_lengths, lengths.data())) return boolean(false);
   }
   pending_plan = bound;
-  PyObject* result = PyObject_CallFunctionObjArgs(args[0], args[3], args[4], nullptr);
+  PyObject* result = PyObject_CallFunctionObjArgs(PyTuple_GetItem(self, 0), args[0], args[1], nullptr);
   pending_plan = nullptr;
   return result;
+}
+
+// bind_launch((peer_run_bound, address, owner)): the function above of what peer_bind made, at this address as long as
+// its owner lives.
+PyObject* bind_launch(PyObject*, PyObject* const* args, std::ptrdiff_t count) {
+  static PyMethodDef method{"launch", &launch_bound, METH_FASTCALL, nullptr};
+  int overflow = 0;
+  if (count != 1 || args[0]->type != &PyTuple_Type || PyTuple_Size(args[0]) != 3 ||
+      PyTuple_GetItem(args[0], 1)->type != &PyLong_Type)
+    return refuse("shardsum: bind_launch takes a tuple of an operator, an address and its owner");
+  const auto* bound =
+      reinterpret_cast<BoundPlan*>(PyLong_AsLongLongAndOverflow(PyTuple_GetItem(args[0], 1), &overflow));
+  if (overflow != 0 || bound == nullptr || bound->version != kPlanVersion)
+    return refuse("shardsum: this is not a bound plan of this version of the library");
+  return PyCFunction_NewEx(&method, args[0], nullptr);
 }
 
 const void* device_bounds(const std::optional<TensorArg>& values, PeerCall& c) {
@@ -320,9 +333,9 @@ STABLE_TORCH_LIBRARY_IMPL(shardsum, CUDA, m) {
   m.impl("peer_run", &shardsum::peer_run);
 }
 
-// For shardsum/native.py, as shardsum_call_with.
-extern "C" __attribute__((visibility("default"), used)) PyObject* shardsum_call_bound() {
-  static PyMethodDef method{"call_bound", &shardsum::call_bound, METH_FASTCALL, nullptr};
+// For shardsum/native.py, as those of bindings.cpp.
+extern "C" __attribute__((visibility("default"), used)) PyObject* shardsum_bind_launch() {
+  static PyMethodDef method{"bind_launch", &shardsum::bind_launch, METH_FASTCALL, nullptr};
   return PyCFunction_NewEx(&method, nullptr, nullptr);
 }
 #endif

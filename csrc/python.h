@@ -19,20 +19,31 @@ struct PyMethodDef {
 };
 constexpr int METH_FASTCALL = 0x80;
 
-extern PyTypeObject PyList_Type, PyLong_Type, PyFloat_Type;
+constexpr int Py_EQ = 2;
+
+extern PyTypeObject PyList_Type, PyLong_Type, PyFloat_Type, PyUnicode_Type, PyTuple_Type;
 extern PyObject _Py_NoneStruct, _Py_TrueStruct, _Py_FalseStruct;
 extern PyObject* PyExc_RuntimeError;
 
 PyObject* PyCFunction_NewEx(PyMethodDef* method, PyObject* self, PyObject* module);
 PyObject* PyObject_CallFunctionObjArgs(PyObject* callable, ...);
+PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
+int PyObject_SetAttr(PyObject* object, PyObject* name, PyObject* value);
+int PyObject_RichCompareBool(PyObject* a, PyObject* b, int operation);
 PyObject* PyBytes_FromStringAndSize(const char* data, std::ptrdiff_t size);
+PyObject* PyUnicode_InternFromString(const char* text);
 PyObject* PyList_GetItem(PyObject* list, std::ptrdiff_t index);  // borrowed
 std::ptrdiff_t PyList_Size(PyObject* list);
-std::ptrdiff_t PySequence_Size(PyObject* sequence);
+PyObject* PyTuple_GetItem(PyObject* tuple, std::ptrdiff_t index);  // borrowed
+PyObject* PyTuple_Pack(std::ptrdiff_t size, ...);
+std::ptrdiff_t PyTuple_Size(PyObject* tuple);
+std::ptrdiff_t PyDict_Size(PyObject* dict);
 PyObject* PySequence_GetItem(PyObject* sequence, std::ptrdiff_t index);
-PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
+std::ptrdiff_t PySequence_Size(PyObject* sequence);
 long long PyLong_AsLongLongAndOverflow(PyObject* value, int* overflow);
+PyObject* PyLong_FromLongLong(long long value);
 double PyFloat_AsDouble(PyObject* value);
+void PyErr_Clear();
 void PyErr_SetString(PyObject* type, const char* message);
 void Py_IncRef(PyObject* object);
 void Py_DecRef(PyObject* object);

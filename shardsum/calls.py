@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import exchange as operators
+from . import native
 from .agreement import Agreement, Disagreement
 from .checks import is_count, needs_grad
 from .engine import Engine, Job, Reduce, Route
@@ -32,6 +34,7 @@ from .requests import (
     hosted_shards,
     narrow,
 )
+from .transports.wire import open_calls
 
 _names = itertools.count()
 _is_compiling = torch.compiler.is_compiling
@@ -208,17 +211,25 @@ class Runner:
         must go through :meth:`collective`, of which nothing has happened then."""
         if _is_compiling() or self.engine.peers is None or self.agreement.wary:
             return None
+        key = self.replays.key(name, shards, lists, out, others)
+        if key is None:
+            return None
         try:
-            outs = self.replays.run_last(name, shards, lists, out, others)
-            if outs is not None:
-                return outs
-            key = self.replays.key(name, shards, lists, out, others)
-            return None if key is None else self.replays.run(key, shards, out)
+            return self.replays.run(key, shards, out)
         except ValueError:
             raise
         except BaseException as error:
-            self.end_badly(name, error)
+            self.launch_failed(name, error)
             raise
+
+    def launch_failed(self, name: str, error: BaseException) -> None:
+        """As :meth:`end_badly` where the launch of a known call raised ``error``: the peers may know better why."""
+        if isinstance(error, RuntimeError) and self.engine.peers is not None:
+            try:
+                self.engine.peers.check()
+            except RuntimeError as known:
+                error = known
+        self.end_badly(name, error)
 
     def collective(
         self,
@@ -230,7 +241,7 @@ class Runner:
         *,
         out: Tensor | None = None,
         async_op: bool = False,
-        known_by: tuple[Sequence[Any], Hashable] | None = None,
+        known_by: tuple[Sequence[Any], Hashable, tuple[Any, ...]] | None = None,
     ) -> Any:
         """Run one call.
 
@@ -238,7 +249,7 @@ class Runner:
             build: checks the arguments.
             deliver: makes the result from one tensor a hosted sink.
             known_by: host lengths or intervals, and the remaining arguments, by which :meth:`again` launches a call
-                like this one without all this; None where it never does.
+                like this one without all this; None where it never does. Third, those of :attr:`Replays.last`.
         """
         if torch.compiler.is_compiling():
             result = deliver(self._apply(build()))
@@ -263,7 +274,7 @@ class Runner:
         lengths: Any,
         out: Tensor | None,
         async_op: bool,
-        known_by: tuple[Sequence[Any], Hashable] | None,
+        known_by: tuple[Sequence[Any], Hashable, tuple[Any, ...]] | None,
     ) -> Any:
         """A call that has begun: checked, compared and run."""
         key = None
@@ -284,10 +295,12 @@ class Runner:
             return self._begin(request, deliver)
         outs = self._apply(request) if request.needs_grad else self._job(request).result()
         if key is not None and known_by is not None:
-            self._remember(key, request, outs, known_by[0])
+            self._remember(key, request, outs, known_by[0], known_by[2])
         return deliver(outs)
 
-    def _remember(self, key: Hashable, request: Request, outs: list[Tensor], lists: Sequence[Any]) -> None:
+    def _remember(
+        self, key: Hashable, request: Request, outs: list[Tensor], lists: Sequence[Any], arguments: tuple[Any, ...]
+    ) -> None:
         route, peers = self.engine.last, self.engine.peers
         if peers is None or route is None or route.transport != "peer" or self.agreement.check != "first":
             return
@@ -308,8 +321,16 @@ class Runner:
             self.engine.begin(route)
             launch(outs, shards)
 
-        results = [(o.shape, o.dtype) for o in outs]
-        self.replays.remember(key, Known(again, results, None if one is None else self._one_again(one, route)))
+        known = Known(again, [(o.shape, o.dtype) for o in outs])
+        if one is not None:
+            last = native.make_again((*self._told(route), one, *arguments)) if arguments else known.again
+            known = known._replace(one=self._one_again(one, route), again=last)
+        self.replays.remember(key, known)
+
+    def _told(self, route: Route) -> tuple[Any, ...]:
+        """What a call without this module's Python looks at and tells (csrc/again.h), as those with it do."""
+        wire = self.engine.wire
+        return Tensor, self.agreement, self.engine, route, wire, open_calls, forward_ad, torch._C._increment_version
 
     def _one_again(self, launch: Launch, route: Route) -> Launch:
         agreement, begin = self.agreement, self.engine.begin

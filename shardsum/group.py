@@ -69,6 +69,8 @@ from .requests import (
 from .transports import Wire
 from .transports import costs as cost_tables
 
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -199,6 +201,13 @@ class ShardGroup:
         Returns:
             ``(size, *F)`` (with ``async_op`` a :class:`Handle` of it).
         """
+        if out is not None and not async_op and not _is_dynamo_compiling():
+            try:
+                if self._runner.replays.last(shards, lengths, out, size, op, scale, out_dtype, grad):
+                    return out
+            except BaseException as error:
+                self._runner.launch_failed("all_reduce", error)
+                raise
         others = (type(size), size, op, None if scale is None else _text(scale), out_dtype, grad)
         outs = None if async_op else self._runner.again("all_reduce", shards, (lengths,), out, others)
         if outs is not None:
@@ -212,7 +221,7 @@ class ShardGroup:
             lengths,
             out=out,
             async_op=async_op,
-            known_by=((lengths,), others),
+            known_by=((lengths,), others, (size, op, scale, out_dtype, grad)),
         )
 
     def _reduce_request(
@@ -283,7 +292,7 @@ class ShardGroup:
             return request
 
         return self._runner.collective(
-            "reduce_scatter", build, deliver, shards, lengths, async_op=async_op, known_by=(lists, others)
+            "reduce_scatter", build, deliver, shards, lengths, async_op=async_op, known_by=(lists, others, ())
         )
 
     def all_gather(
@@ -330,7 +339,7 @@ class ShardGroup:
             lengths,
             out=out,
             async_op=async_op,
-            known_by=((lengths,), grad),
+            known_by=((lengths,), grad, ()),
         )
 
     def exchange(
@@ -379,7 +388,7 @@ class ShardGroup:
             return Request("exchange", rows, sources, sinks, "vv", reduce, "sum", signature, end)
 
         return self._runner.collective(
-            "exchange", build, deliver, shards, (), async_op=async_op, known_by=(lists, others)
+            "exchange", build, deliver, shards, (), async_op=async_op, known_by=(lists, others, ())
         )
 
     def token_mean(self, loss_sum: Shards, num_valid: Shards, *, grad: str = "identity") -> tuple[Tensor, Tensor]:

@@ -67,6 +67,10 @@ def _pack(values: Any) -> bytes | None:
         return None
 
 
+def _make_never(items: Any) -> Callable[..., bool]:
+    return lambda *args: False
+
+
 def _are_plain(items: Any, kind: type, name: str | None) -> bool:
     return all(type(x) is kind and (name is None or getattr(x, name) is False) for x in items)
 
@@ -75,9 +79,11 @@ def _are_plain(items: Any, kind: type, name: str | None) -> bool:
 #: and ``lengths`` where those are a tensor (:mod:`shardsum.kernels`). RuntimeError where it or an argument's type
 #: refuses the call.
 call_with: Callable[..., Any] = _first_call_with
-#: ``call_bound(peer_run_bound, plan, lengths, out, shard)``: launches a call over peer memory whose plan, an address,
-#: is bound (:mod:`shardsum.transports.peer`); only in a library with CUDA.
-call_bound: Callable[..., bool] = _refuse
+#: ``bind_launch((operator, address, owner))``: the launch of a bound plan (:mod:`shardsum.transports.peer`); only in a
+#: library with CUDA.
+bind_launch: Callable[[tuple[Any, int, Any]], Callable[..., bool]] = _refuse
+#: ``make_again(items)``: the function that runs a known collective again (csrc/again.h, :mod:`shardsum.calls`).
+make_again: Callable[[tuple[Any, ...]], Callable[..., bool]] = _make_never
 #: ``pack(values)``: a list of ints that fit into 64 bits as bytes; None for anything else. (This one until the native
 #: library brings its own, which is ten times as fast.)
 pack: Callable[[Any], bytes | None] = _pack
@@ -199,19 +205,19 @@ def _load_library() -> Status:
 
 def _take_functions(library: Path, has_cuda: bool) -> None:
     """The functions of csrc/python_calls.h, which know the objects of an ordinary CPython only."""
-    global call_with, call_bound, pack, are_plain
+    global call_with, pack, are_plain, make_again, bind_launch
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return
     functions = ctypes.PyDLL(str(library))
 
     def make(name: str) -> Any:
-        maker = getattr(functions, name)
+        maker = getattr(functions, f"shardsum_{name}")
         maker.restype = ctypes.py_object
         return maker()
 
-    call_with, pack, are_plain = map(make, ("shardsum_call_with", "shardsum_pack", "shardsum_are_plain"))
+    call_with, pack, are_plain, make_again = map(make, ("call_with", "pack", "are_plain", "make_again"))
     if has_cuda:
-        call_bound = make("shardsum_call_bound")
+        bind_launch = make("bind_launch")
 
 
 def _limit_cpu_isa(library: Path, name: str | None) -> str:

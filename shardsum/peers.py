@@ -16,10 +16,8 @@ from torch import Tensor
 from .layout import ExchangePlan, intervals_of, length
 from .operators import readable
 from .transports import peer_plan
-from .transports.peer import MAX_BOUND_DIMS, PeerTransport, Tuning, available
+from .transports.peer import MAX_BOUND_DIMS, Launch, PeerTransport, Tuning, available
 from .transports.peer_memory import Gather
-
-Launch = Callable[[Tensor, Tensor, "list[int] | None"], bool]
 
 
 class Peers:

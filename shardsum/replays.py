@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,25 +21,35 @@ _MAX = 1024
 Results = Sequence[tuple[torch.Size, torch.dtype]]
 
 
+def _never(*args: Any) -> bool:
+    return False
+
+
 class Known(NamedTuple):
     """``launch(outs, shards)`` runs the call; ``results`` are shape and dtype of what it fills, by hosted sink.
 
     ``one(out, shard, lengths)``, where given, is used instead: it looks at device, layout, addresses, shapes and
-    dtypes itself, and at ``lengths``, the call's one list, unless None; it returns False for what it does not run."""
+    dtypes itself, and at ``lengths``, the call's one list, unless None; it returns False for what it does not run.
+    ``again`` is for :attr:`Replays.last`."""
 
     launch: Callable[[list[Tensor], list[Tensor]], None]
     results: Results
     one: Callable[[Tensor, Tensor, list[int] | None], bool] | None = None
+    again: Callable[..., bool] = _never
 
 
 class Replays:
-    """The remembered calls of one process of a group, which hosts ``num_hosted`` virtual ranks on GPU ``device``."""
+    """The remembered calls of one process of a group, which hosts ``num_hosted`` virtual ranks on GPU ``device``.
+
+    Attributes:
+        last: ``last(shards, lengths, out, *arguments)`` runs the last all_reduce by peers again, where it is one with
+            these arguments, and says whether it did (csrc/again.h).
+    """
 
     def __init__(self, num_hosted: int, device: torch.device) -> None:
         self._num_hosted, self._device = num_hosted, -1 if device.index is None else device.index
         self._known: dict[Hashable, Known] = {}
-        self._last: Known | None = None  # the last to run of those with `one`
-        self._last_name, self._last_others, self._last_made_out = "", cast(Hashable, None), False
+        self.last = _never
 
     def __len__(self) -> int:
         return len(self._known)
@@ -79,23 +89,7 @@ class Replays:
 
     def clear(self) -> None:
         self._known.clear()
-        self._last = None
-
-    def run_last(
-        self, name: str, shards: Any, lists: Sequence[Any], out: Tensor | None, others: Hashable
-    ) -> list[Tensor] | None:
-        """Launch the last call again where it was one like this, without working out its :meth:`key`; else None."""
-        known = self._last
-        try:
-            if known is None or self._last_others != others or self._last_name != name or len(lists) != 1:
-                return None
-        except Exception:  # an argument that no call takes does not compare
-            return None
-        if out is None and not self._last_made_out:  # its dtype may have been asked for by out
-            return None
-        if type(lists[0]) is not list or type(shards) is not Tensor or (out is not None and type(out) is not Tensor):
-            return None
-        return self._run_one(known, shards, lists[0], out)
+        self.last = _never
 
     def run(self, key: Hashable, shards: Any, out: Tensor | None) -> list[Tensor] | None:
         """Launch such a call again; None where it is not known, or an address, layout or gradient forbids it."""
@@ -107,8 +101,7 @@ class Replays:
             return None
         tensors = shards if type(shards) is list else [shards] if self._num_hosted == 1 else [*shards.unbind(0)]
         if known.one is not None:
-            self._note_last(known, key)
-            return self._run_one(known, tensors[0], None, out)
+            return self._run_one(known, tensors[0], out)
         if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any([x.requires_grad for x in tensors])):
             return None
         if out is not None and out.requires_grad:
@@ -119,12 +112,7 @@ class Replays:
         known.launch(outs, tensors)
         return outs
 
-    def _note_last(self, known: Known, key: Any) -> None:
-        self._last, self._last_name, self._last_others, self._last_made_out = known, key[0], key[-2], key[-3] is None
-
-    def _run_one(
-        self, known: Known, shard: Tensor, lengths: list[int] | None, out: Tensor | None
-    ) -> list[Tensor] | None:
+    def _run_one(self, known: Known, shard: Tensor, out: Tensor | None) -> list[Tensor] | None:
         assert known.one is not None
         if forward_ad._current_level >= 0 or (shard.requires_grad and torch.is_grad_enabled()):
             return None  # the long way refuses tangents
@@ -134,7 +122,10 @@ class Replays:
             outs = [out] if out is not None else _empty(shard, known.results)
         except RuntimeError:  # of a sparse tensor, say
             return None
-        return outs if known.one(outs[0], shard, lengths) else None
+        if not known.one(outs[0], shard, None):
+            return None
+        self.last = known.again
+        return outs
 
     def _lie_well(self, shards: list[Tensor], out: Tensor | None, results: Results) -> bool:
         """Contiguous on the group's device without lazy signs, and ``out`` apart, of the result's shape."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,10 +89,9 @@ class Calls(Replays):
 
         def launch(out: Tensor, row: Tensor, lengths: list[int] | None) -> bool:
             self.launched.append([out, row])
-            self.lengths.append(lengths)
+            assert lengths is None  # they are in the key
             return runs
 
-        self.lengths: list[Any] = []
         known = self._known[self.call]
         self.remember(self.call, Known(known.launch, results or known.results, launch))
         return self
@@ -167,60 +167,148 @@ def test_a_launch_that_looks_itself_refuses_what_is_not_a_plain_tensor() -> None
     assert torch.func.vmap(lambda x: torch.tensor(peer._run_bound(x, x)))(torch.ones(2, 4, 3)).tolist() == [False] * 2
 
 
-def last(calls: Calls, shards: Any = X, lists: Any = ([4, 2],), out: Any = None, others: Any = None) -> Any:
-    return calls.run_last("all_reduce", shards, lists, out, others)
+class Again:
+    """A known all_reduce in terms of csrc/again.h, of which everything may be changed."""
+
+    def __init__(self, runs: Any = True) -> None:
+        native.load()
+        self.agreement = SimpleNamespace(failed=None, wary=False, call=7)
+        self.traffic = SimpleNamespace(sent=3, received=4)
+        self.engine, self.wire = SimpleNamespace(last=None), SimpleNamespace(_failed=None, traffic=self.traffic)
+        self.route, self.open, self.forward = object(), {}, SimpleNamespace(_current_level=-1)
+        self.launched: list[tuple[Any, ...]] = []
+        self.written: list[Any] = []
+
+        def launch(*args: Any) -> Any:
+            self.launched.append(args)
+            assert self.agreement.call == 8 and self.engine.last is self.route
+            if isinstance(runs, Exception):
+                raise runs
+            return runs
+
+        told = (self.agreement, self.engine, self.route, self.wire, self.open, self.forward, self.written.append)
+        arguments = (600, "sum", SCALE, torch.float32, "identity")
+        self.function = native.make_again((Tensor, *told, launch, *arguments))
+
+    def __call__(self, shards: Any = X, lengths: Any = None, out: Any = None, **changed: Any) -> bool:
+        names = {"size": 600, "op": "sum", "scale": SCALE, "out_dtype": torch.float32, "grad": "identity"} | changed
+        return self.function(
+            shards, LENGTHS if lengths is None else lengths, OUT if out is None else out, *names.values()
+        )
 
 
-def test_the_last_call_is_known_without_its_key() -> None:
-    out = torch.empty(4, 3)
-    calls = Calls(1, X, out).one()
-    assert last(calls, out=out) is None  # there was none
-    assert calls.run(calls.call, X, out) == [out] and calls.lengths == [None]  # they are in the key
-    lengths = [4, 2]
-    assert last(calls, lists=(lengths,), out=out) == [out]
-    assert calls.lengths[1] is lengths and calls.launched[1][0] is out and calls.launched[1][1] is X
-    calls.clear()
-    assert last(calls, out=out) is None and len(calls.launched) == 2
+LENGTHS, OUT, SCALE = [4, 2], torch.empty(4, 3), 0.5
+
+
+def test_the_last_call_runs_again() -> None:
+    again = Again()
+    assert again() is True
+    assert len(again.launched) == 1 and [*map(id, again.launched[0])] == [id(OUT), id(X), id(LENGTHS)]
+    assert again.agreement.call == 8 and again.engine.last is again.route and again.written == [(OUT,)]
+    assert (again.traffic.sent, again.traffic.received) == (0, 0)
+    again.agreement.call = 7
+    text, size = "".join(["su", "m"]), int("600")
+    assert again(op=text, size=size) is True  # other objects, the same values
+    with torch.no_grad():
+        again.agreement.call = 7
+        assert again(X.clone().requires_grad_()) is True
+    assert len(again.launched) == 3
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"others": 1},
-        {"others": np.ones(2)},
-        {"others": X},
-        {"lists": ([4, 2], [4, 2])},
-        {"lists": ((4, 2),)},
-        {"lists": (None,)},
-        {"lists": ()},
+        {"size": 601},
+        {"size": None},
+        {"size": 600.0},
+        {"size": 1 << 70},
+        {"size": np.int64(600)},
+        {"size": X},
+        {"op": "mean"},
+        {"op": np.array(["sum", "sum"])},
+        {"op": None},
+        {"scale": None},
+        {"scale": 0.25},
+        {"scale": -0.5},
+        {"scale": 1},
+        {"out_dtype": torch.float64},
+        {"out_dtype": None},
+        {"grad": "sum"},
+        {"lengths": (4, 2)},
+        {"lengths": X},
         {"shards": [X]},
         {"shards": torch.nn.Parameter(X)},
         {"shards": X.clone().requires_grad_()},
-        {"shards": None},
+        {"shards": 3},
         {"out": torch.nn.Parameter(X)},
         {"out": torch.empty(4, 3, requires_grad=True)},
         {"out": 3},
-        {"out": None},
     ],
 )
 def test_what_differs_from_the_last_call_goes_another_way(other: dict[str, Any]) -> None:
-    out = torch.empty(4, 3)
-    calls = Calls(1, X, out).one()
-    assert calls.run(calls.call, X, out) == [out]
-    assert last(calls, **({"out": out} | other)) is None and len(calls.launched) == 1
-    assert calls.run_last("reduce_scatter", X, ([4, 2],), out, None) is None and len(calls.launched) == 1
+    again = Again()
+    assert again(**other) is False
+    assert not again.launched and again.agreement.call == 7 and again.engine.last is None and not again.written
+    assert again() is True
 
 
-def test_the_last_call_makes_a_result_of_its_own_dtype() -> None:
-    """Not of the dtype of another call's `out`, and not of a call that is refused."""
-    calls = Calls(1, X, None).one(results=[((5, 3), torch.float64)])
-    (first,) = calls.run(calls.call, X, None) or ()
-    (made,) = last(calls) or ()
-    assert made is not first and made.shape == (5, 3) and made.dtype == torch.float64
-    assert last(Calls(1, X, None).one(runs=False)) is None
-    assert last(calls, shards=torch.nested.nested_tensor([X, X[:2]])) is None  # has no new_empty
-    with forward_ad.dual_level():
-        assert last(calls) is None
+@pytest.mark.parametrize(
+    "where, name, value",
+    [
+        ("agreement", "failed", "it was left"),
+        ("agreement", "wary", True),
+        ("wire", "_failed", "amid its transfers"),
+        ("forward", "_current_level", 0),
+    ],
+)
+def test_nothing_runs_again_where_the_long_way_must_look(where: str, name: str, value: Any) -> None:
+    again = Again()
+    setattr(getattr(again, where), name, value)
+    assert again() is False and not again.launched and again.agreement.call == 7
+
+
+def test_a_call_left_open_is_completed_first() -> None:
+    again = Again()
+    again.open[0] = lambda: None
+    assert again() is False and not again.launched
+    again.open.clear()
+    assert again() is True
+
+
+def test_a_last_call_that_its_launch_refuses_has_not_happened() -> None:
+    again = Again(runs=False)
+    assert again() is False and again.agreement.call == 7 and not again.written and len(again.launched) == 1
+    again = Again(runs=RuntimeError("CUDA error"))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        again()
+    assert again.agreement.call == 8 and not again.written
+    for items in ((), [1] * 14, (1,) * 13):
+        with pytest.raises(RuntimeError, match="make_again"):
+            native.make_again(items)
+    with pytest.raises(RuntimeError, match="8 arguments"):
+        again.function(X)
+
+
+def test_the_last_call_is_the_last_of_its_group() -> None:
+    calls = Calls(1, X, OUT)
+    assert calls.last(X, LENGTHS, OUT) is False
+    known = calls._known[calls.call]._replace(one=lambda *args: True, again=lambda *args: args)
+    calls.remember(calls.call, known)
+    assert calls.run(calls.call, X, OUT) == [OUT] and calls.last(X, LENGTHS, OUT) == (X, LENGTHS, OUT)
+    calls.clear()
+    assert calls.last(X, LENGTHS, OUT) is False
+
+
+def test_a_failed_launch_is_explained_by_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ShardGroup(2)
+    runner = group._runner
+    fails = lambda *args: (_ for _ in ()).throw(RuntimeError("CUDA error"))  # noqa: E731
+    runner.replays.last = fails
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        group.all_reduce([X, X], [4, 4], out=OUT)
+    monkeypatch.setattr(group.engine, "peers", Owner())
+    with pytest.raises(RuntimeError, match="the group has failed"):
+        group.all_reduce([X, X], [4, 4], out=OUT)
 
 
 def test_calls_are_forgotten_with_what_was_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,24 +395,16 @@ def test_a_bound_call_hands_its_bounds_over(monkeypatch: pytest.MonkeyPatch) -> 
     call = peer.PreparedCall(Owner(), None, None, [7, 1, 9], single=True)  # type: ignore[arg-type]
     ran, plan, out = [], torch.zeros(2), torch.empty(4, 3)
     monkeypatch.setattr(peer, "_bind", lambda *bound: ran.append(bound) or plan)
-    monkeypatch.setattr(native, "call_bound", lambda *args: ran.append(args) or True)
-    launch = call.bound([2, 5], out, X, [7, 8])
-    assert launch(out, X, [7, 8]) and launch(X, out, None)
+    monkeypatch.setattr(native, "bind_launch", lambda items: items)
+    assert call.bound([2, 5], out, X, [7, 8]) == (peer._run_bound, plan.data_ptr(), plan)
     assert ran[0][0].tolist() == [7, 1, 9] and ran[0][1:] == (2, 5, [7, 8], out, X)
-    for args, rest in zip(ran[1:], (([7, 8], out, X), (None, X, out))):
-        assert args[:2] == (peer._run_bound, plan.data_ptr()) and args[2] == rest[0]
-        assert args[3] is rest[1] and args[4] is rest[2]
 
 
-def test_a_failed_group_says_so_in_a_bound_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_group_says_so_in_a_prepared_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(peer, "_bind", lambda *args: torch.zeros(2))
-    monkeypatch.setattr(native, "call_bound", fail)
     monkeypatch.setattr(peer, "_run", fail)
     call = peer.PreparedCall(Owner(), None, None, [7, 1, 9], True)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="the group has failed"):
-        call.bound([2, 5], X, X)(torch.empty(4, 3), X, None)
     with pytest.raises(RuntimeError, match="the group has failed"):
         call([torch.empty(4, 3)], [X], [2, 5])

@@ -61,6 +61,9 @@ _HOST_WORDS = 7  # of PeerHost, before its buffers
 _kept: list[Any] = []
 
 
+Launch = Callable[[Tensor, Tensor, "list[int] | None"], bool]
+
+
 class PreparedCall:
     """One signature, ready to launch; made by :meth:`PeerTransport.prepare`.
 
@@ -100,9 +103,7 @@ class PreparedCall:
             self._owner.check()
             raise
 
-    def bound(
-        self, bounds: Sequence[int], out: Tensor, shard: Tensor, lengths: Sequence[int] = ()
-    ) -> Callable[[Tensor, Tensor, list[int] | None], bool]:
+    def bound(self, bounds: Sequence[int], out: Tensor, shard: Tensor, lengths: Sequence[int] = ()) -> Launch:
         """``launch(out, shard, lengths)``: this call, always with these bounds, in less of the host's time. For one
         source and one sink on this process (:attr:`single`).
 
@@ -111,16 +112,7 @@ class PreparedCall:
         positions of the shard), and where ``lengths``, unless None, are not a list of the ints given here.
         """
         plan = _bind(self._plan, *bounds, lengths, out, shard)
-        address, call = plan.data_ptr(), native.call_bound
-
-        def launch(out: Tensor, shard: Tensor, lengths: list[int] | None, plan: Tensor = plan) -> bool:
-            try:
-                return call(_run_bound, address, lengths, out, shard)
-            except RuntimeError:
-                self._owner.check()
-                raise
-
-        return launch
+        return native.bind_launch((_run_bound, plan.data_ptr(), plan))
 
 
 class PeerTransport:

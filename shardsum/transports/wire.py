@@ -34,7 +34,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 #: What was left open, by process group: see :meth:`Wire.leave_open`. Several wires may share a group.
-_open: dict[dist.ProcessGroup, Callable[[], Any]] = {}
+open_calls: dict[dist.ProcessGroup, Callable[[], Any]] = {}
 #: All wires: one that fails amid its transfers fails those of the same process group (:meth:`Wire.fail`).
 _wires: WeakSet[Wire] = WeakSet()
 
@@ -81,15 +81,15 @@ class Wire:
         Processes may come back to it at different times, but a backend matches their transfers by the order in which
         each process starts them: so whoever uses the process group next completes it first (:meth:`close`).
         """
-        _open[self.group] = finish
+        open_calls[self.group] = finish
 
     def close(self) -> None:
         """Complete what was left open, if anything: one call at most, as all earlier ones were complete before it.
         RuntimeError after :meth:`fail`."""
         if self._failed is not None:
             raise RuntimeError(f"an earlier call of these processes ended amid its transfers: {self._failed}")
-        if _open and self.group in _open:
-            _open.pop(self.group)()
+        if open_calls and self.group in open_calls:
+            open_calls.pop(self.group)()
 
     def fail(self, error: BaseException) -> None:
         """Refuse all further calls: this process has left one before it started all its transfers, and others would

@@ -1,0 +1,137 @@
+// A collective that has run before, again (shardsum/calls.py), without a line of Python of its own: after a launch the
+// interpreter's code and data are out of the caches, and each of its steps costs three times what a loop shows.
+#pragma once
+#include "python_calls.h"
+
+namespace shardsum {
+
+// The tuple that such a call is made of: what it looks at, tells or calls, then its arguments.
+enum AgainItem { kTensorType, kAgreement, kEngine, kRoute, kWire, kOpen, kForwardAd, kNoteWrite, kLaunch, kArguments };
+constexpr int kAgainArguments = 5;
+
+// Equal and of the same type, for what equals only its like; False for most else, which is no error.
+inline bool same_argument(PyObject* a, PyObject* b) {
+  if (a == b) return true;
+  if (a->type != b->type) return false;
+  if (a->type == &PyUnicode_Type) return PyObject_RichCompareBool(a, b, Py_EQ) == 1;
+  if (a->type != &PyLong_Type) return false;
+  int overflows[2] = {};
+  const long long values[2] = {PyLong_AsLongLongAndOverflow(a, &overflows[0]),
+                               PyLong_AsLongLongAndOverflow(b, &overflows[1])};
+  return overflows[0] == 0 && overflows[1] == 0 && values[0] == values[1];
+}
+
+// Whether an attribute is that very object.
+inline bool attribute_is(PyObject* object, PyObject* name, const PyObject* expected) {
+  PyObject* value = PyObject_GetAttr(object, name);
+  if (value == nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  Py_DecRef(value);  // whoever else holds it still does: only its address counts
+  return value == expected;
+}
+
+struct Names {
+  PyObject *failed, *wary, *call, *last, *own_failed, *traffic, *sent, *received, *level, *requires_grad, *zero;
+};
+
+inline const Names& names() {
+  static const Names names{PyUnicode_InternFromString("failed"),
+                           PyUnicode_InternFromString("wary"),
+                           PyUnicode_InternFromString("call"),
+                           PyUnicode_InternFromString("last"),
+                           PyUnicode_InternFromString("_failed"),
+                           PyUnicode_InternFromString("traffic"),
+                           PyUnicode_InternFromString("sent"),
+                           PyUnicode_InternFromString("received"),
+                           PyUnicode_InternFromString("_current_level"),
+                           PyUnicode_InternFromString("requires_grad"),
+                           PyLong_FromLongLong(0)};
+  return names;
+}
+
+// Neither the group nor another one on its processes has failed or left a call open.
+inline bool may_begin(PyObject* state) {
+  const Names& n = names();
+  PyObject *agreement = PyTuple_GetItem(state, kAgreement), *wire = PyTuple_GetItem(state, kWire);
+  return attribute_is(agreement, n.failed, &_Py_NoneStruct) && attribute_is(agreement, n.wary, &_Py_FalseStruct) &&
+         attribute_is(wire, n.own_failed, &_Py_NoneStruct) && PyDict_Size(PyTuple_GetItem(state, kOpen)) == 0;
+}
+
+// No gradient or tangent is wanted of the shard, and none would be lost by writing to `out`.
+inline bool needs_no_grad(PyObject* state, PyObject* shard, PyObject* out) {
+  const Names& n = names();
+  PyObject* level = PyObject_GetAttr(PyTuple_GetItem(state, kForwardAd), n.level);
+  if (level == nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  int overflow = 0;
+  const bool none = PyLong_AsLongLongAndOverflow(level, &overflow) < 0;
+  Py_DecRef(level);
+  return none && attribute_is(out, n.requires_grad, &_Py_FalseStruct) &&
+         (attribute_is(shard, n.requires_grad, &_Py_FalseStruct) || !aoti_torch_grad_mode_is_enabled());
+}
+
+// What Engine.begin notes. A call by peers moves no bytes that are counted, so behind one of the same route nothing
+// differs.
+inline bool note_route(PyObject* state) {
+  const Names& n = names();
+  PyObject *engine = PyTuple_GetItem(state, kEngine), *route = PyTuple_GetItem(state, kRoute);
+  if (attribute_is(engine, n.last, route)) return true;
+  PyObject* traffic = PyObject_GetAttr(PyTuple_GetItem(state, kWire), n.traffic);
+  if (traffic == nullptr) return false;
+  const bool noted = PyObject_SetAttr(engine, n.last, route) == 0 && PyObject_SetAttr(traffic, n.sent, n.zero) == 0 &&
+                     PyObject_SetAttr(traffic, n.received, n.zero) == 0;
+  Py_DecRef(traffic);
+  return noted;
+}
+
+inline bool add_to_calls(PyObject* agreement, long long count) {
+  PyObject* call = PyObject_GetAttr(agreement, names().call);
+  if (call == nullptr) return false;
+  int overflow = 0;
+  PyObject* next = PyLong_FromLongLong(PyLong_AsLongLongAndOverflow(call, &overflow) + count);
+  Py_DecRef(call);
+  const bool added = PyObject_SetAttr(agreement, names().call, next) == 0;
+  Py_DecRef(next);
+  return added;
+}
+
+// again(shard, lengths, out, size, op, scale, out_dtype, grad): True once the call has been launched; False where it is
+// another one, or must go the long way for any reason, and nothing has happened.
+inline PyObject* again(PyObject* state, PyObject* const* args, std::ptrdiff_t count) {
+  if (count != 3 + kAgainArguments) return refuse("shardsum: again takes 8 arguments");
+  PyObject *shard = args[0], *lengths = args[1], *out = args[2];
+  PyObject* const tensor_type = PyTuple_GetItem(state, kTensorType);
+  if (reinterpret_cast<PyObject*>(shard->type) != tensor_type || reinterpret_cast<PyObject*>(out->type) != tensor_type)
+    return boolean(false);
+  if (lengths->type != &PyList_Type) return boolean(false);
+  for (int i = 0; i < kAgainArguments; ++i)
+    if (!same_argument(args[3 + i], PyTuple_GetItem(state, kArguments + i))) return boolean(false);
+  if (!may_begin(state) || !needs_no_grad(state, shard, out)) return boolean(false);
+  PyObject* agreement = PyTuple_GetItem(state, kAgreement);
+  if (!add_to_calls(agreement, 1) || !note_route(state)) return nullptr;
+  PyObject* launched = PyObject_CallFunctionObjArgs(PyTuple_GetItem(state, kLaunch), out, shard, lengths, nullptr);
+  if (launched == nullptr) return nullptr;
+  Py_DecRef(launched);
+  if (launched != &_Py_TrueStruct) return add_to_calls(agreement, -1) ? boolean(false) : nullptr;
+  // Autograd must notice when it has saved the values that a kernel overwrote.
+  PyObject* written = PyTuple_Pack(1, out);
+  PyObject* noted = PyObject_CallFunctionObjArgs(PyTuple_GetItem(state, kNoteWrite), written, nullptr);
+  Py_DecRef(written);
+  if (noted == nullptr) return nullptr;
+  Py_DecRef(noted);
+  return boolean(true);
+}
+
+// make_again(items, ...): the function `again` of such a tuple.
+inline PyObject* make_again(PyObject*, PyObject* const* args, std::ptrdiff_t count) {
+  static PyMethodDef method{"again", &again, METH_FASTCALL, nullptr};
+  if (count != 1 || args[0]->type != &PyTuple_Type || PyTuple_Size(args[0]) != kArguments + kAgainArguments)
+    return refuse("shardsum: make_again takes a tuple of 14 items");
+  return PyCFunction_NewEx(&method, args[0], nullptr);
+}
+
+}  // namespace shardsum
