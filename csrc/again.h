@@ -59,10 +59,10 @@ inline bool may_begin(PyObject* state) {
          attribute_is(wire, n.own_failed, &_Py_NoneStruct) && PyDict_Size(PyTuple_GetItem(state, kOpen)) == 0;
 }
 
-// No gradient or tangent is wanted of the shard, and none would be lost by writing to `out`.
-inline bool needs_no_grad(PyObject* state, PyObject* shard, PyObject* out) {
+// No gradient or tangent is wanted of `x`, and none would be lost by writing to `out` (`x` where nothing is written).
+inline bool needs_no_grad(PyObject* forward_ad, PyObject* x, PyObject* out) {
   const Names& n = names();
-  PyObject* level = PyObject_GetAttr(PyTuple_GetItem(state, kForwardAd), n.level);
+  PyObject* level = PyObject_GetAttr(forward_ad, n.level);
   if (level == nullptr) {
     PyErr_Clear();
     return false;
@@ -70,8 +70,17 @@ inline bool needs_no_grad(PyObject* state, PyObject* shard, PyObject* out) {
   int overflow = 0;
   const bool none = PyLong_AsLongLongAndOverflow(level, &overflow) < 0;
   Py_DecRef(level);
-  return none && attribute_is(out, n.requires_grad, &_Py_FalseStruct) &&
-         (attribute_is(shard, n.requires_grad, &_Py_FalseStruct) || !aoti_torch_grad_mode_is_enabled());
+  return none && (out == x || attribute_is(out, n.requires_grad, &_Py_FalseStruct)) &&
+         (attribute_is(x, n.requires_grad, &_Py_FalseStruct) || !aoti_torch_grad_mode_is_enabled());
+}
+
+// Autograd must notice when it has saved the values that a kernel overwrote.
+inline bool note_write(PyObject* increment_version, PyObject* out) {
+  PyObject* written = PyTuple_Pack(1, out);
+  PyObject* noted = PyObject_CallFunctionObjArgs(increment_version, written, nullptr);
+  Py_DecRef(written);
+  if (noted != nullptr) Py_DecRef(noted);
+  return noted != nullptr;
 }
 
 // What Engine.begin notes. A call by peers moves no bytes that are counted, so behind one of the same route nothing
@@ -110,20 +119,14 @@ inline PyObject* again(PyObject* state, PyObject* const* args, std::ptrdiff_t co
   if (lengths->type != &PyList_Type) return boolean(false);
   for (int i = 0; i < kAgainArguments; ++i)
     if (!same_argument(args[3 + i], PyTuple_GetItem(state, kArguments + i))) return boolean(false);
-  if (!may_begin(state) || !needs_no_grad(state, shard, out)) return boolean(false);
+  if (!may_begin(state) || !needs_no_grad(PyTuple_GetItem(state, kForwardAd), shard, out)) return boolean(false);
   PyObject* agreement = PyTuple_GetItem(state, kAgreement);
   if (!add_to_calls(agreement, 1) || !note_route(state)) return nullptr;
   PyObject* launched = PyObject_CallFunctionObjArgs(PyTuple_GetItem(state, kLaunch), out, shard, lengths, nullptr);
   if (launched == nullptr) return nullptr;
   Py_DecRef(launched);
   if (launched != &_Py_TrueStruct) return add_to_calls(agreement, -1) ? boolean(false) : nullptr;
-  // Autograd must notice when it has saved the values that a kernel overwrote.
-  PyObject* written = PyTuple_Pack(1, out);
-  PyObject* noted = PyObject_CallFunctionObjArgs(PyTuple_GetItem(state, kNoteWrite), written, nullptr);
-  Py_DecRef(written);
-  if (noted == nullptr) return nullptr;
-  Py_DecRef(noted);
-  return boolean(true);
+  return note_write(PyTuple_GetItem(state, kNoteWrite), out) ? boolean(true) : nullptr;
 }
 
 // make_again(items, ...): the function `again` of such a tuple.

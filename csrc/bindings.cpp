@@ -3,8 +3,8 @@
 // Python has checked shapes, dtypes and devices and raised its own errors; the checks here only keep a wrong call
 // from reading foreign memory. (Except those of checked.h, which check everything.) PyTorch's stable ABI alone is used,
 // so one library serves torch 2.11 and later.
-#include "again.h"
 #include "checked.h"
+#include "usual.h"
 
 namespace shardsum {
 namespace {
@@ -171,3 +171,4 @@ SHARDSUM_FUNCTION(call_with)
 SHARDSUM_FUNCTION(pack)
 SHARDSUM_FUNCTION(are_plain)
 SHARDSUM_FUNCTION(make_again)
+SHARDSUM_FUNCTION(make_usual_sum)

@@ -8,10 +8,12 @@ namespace shardsum {
 
 // What sum_padded trusts its caller with, where the result has x's positions and all rows start at 0.
 template <class Device>
-void check_sum(const TensorView& x, int64_t num_lengths, const Finish& finish) {
+void check_sum(const TensorView& x, const Pending& call) {
   STD_TORCH_CHECK(Device::owns(x) && x.dim() >= 2 && x.size(0) > 0, "shardsum: x is not (R, S_MAX, *F)");
-  STD_TORCH_CHECK(x.size(0) == num_lengths, "shardsum: x and lengths differ in rows");
-  STD_TORCH_CHECK(is_floating(dtype_of(x)) || !(finish.mean || finish.has_scale), "shardsum: no mean of integers");
+  STD_TORCH_CHECK(x.size(0) == call.num_lengths, "shardsum: x and lengths differ in rows");
+  STD_TORCH_CHECK(call.size < 0 || call.size == x.size(1), "shardsum: another size than x has positions");
+  STD_TORCH_CHECK(is_floating(dtype_of(x)) || !(call.finish.mean || call.finish.has_scale),
+                  "shardsum: no mean of integers");
 }
 
 template <class Device>
@@ -56,7 +58,7 @@ void sum_checked(StableIValue* stack, uint64_t, uint64_t) {
   if (kTensor) lengths.emplace(stack[2]);
   const Pending call = take_with_lengths<kTensor>(lengths);
   const TensorView out = out_arg.view(), x = x_arg.view();
-  check_sum<Device>(x, call.num_lengths, call.finish);
+  check_sum<Device>(x, call);
   check_out<Device>(out, x);
   sum_padded_rows<Device>(out, x, nullptr, call.lengths, call.finish);
 }
@@ -69,7 +71,7 @@ void sum_checked_new(StableIValue* stack, uint64_t, uint64_t) {
   if (kTensor) lengths.emplace(stack[1]);
   const Pending call = take_with_lengths<kTensor>(lengths);
   const TensorView x = x_arg.view();
-  check_sum<Device>(x, call.num_lengths, call.finish);
+  check_sum<Device>(x, call);
   TensorArg out(empty_on(x, x.sizes() + 1, x.dim() - 1, sum_dtype_code(x)));
   sum_padded_rows<Device>(out.view(), x, nullptr, call.lengths, call.finish);
   stack[0] = out.release();

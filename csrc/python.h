@@ -23,7 +23,7 @@ constexpr int Py_EQ = 2;
 
 extern PyTypeObject PyList_Type, PyLong_Type, PyFloat_Type, PyUnicode_Type, PyTuple_Type;
 extern PyObject _Py_NoneStruct, _Py_TrueStruct, _Py_FalseStruct;
-extern PyObject* PyExc_RuntimeError;
+extern PyObject *PyExc_RuntimeError, *PyExc_TypeError, *PyExc_AttributeError;
 
 PyObject* PyCFunction_NewEx(PyMethodDef* method, PyObject* self, PyObject* module);
 PyObject* PyObject_CallFunctionObjArgs(PyObject* callable, ...);
@@ -44,6 +44,7 @@ long long PyLong_AsLongLongAndOverflow(PyObject* value, int* overflow);
 PyObject* PyLong_FromLongLong(long long value);
 double PyFloat_AsDouble(PyObject* value);
 void PyErr_Clear();
+int PyErr_ExceptionMatches(PyObject* type);
 void PyErr_SetString(PyObject* type, const char* message);
 void Py_IncRef(PyObject* object);
 void Py_DecRef(PyObject* object);

@@ -67,6 +67,10 @@ def _pack(values: Any) -> bytes | None:
         return None
 
 
+def _make_none(items: Any) -> Callable[..., None]:
+    return lambda *args: None
+
+
 def _make_never(items: Any) -> Callable[..., bool]:
     return lambda *args: False
 
@@ -79,6 +83,9 @@ def _are_plain(items: Any, kind: type, name: str | None) -> bool:
 #: and ``lengths`` where those are a tensor (:mod:`shardsum.kernels`). RuntimeError where it or an argument's type
 #: refuses the call.
 call_with: Callable[..., Any] = _first_call_with
+#: ``make_usual_sum(items)``: the function of the usual sum (csrc/usual.h, :mod:`shardsum.usual`); without a native
+#: library it finds all calls unusual.
+make_usual_sum: Callable[[tuple[Any, ...]], Callable[..., Any]] = _make_none
 #: ``bind_launch((operator, address, owner))``: the launch of a bound plan (:mod:`shardsum.transports.peer`); only in a
 #: library with CUDA.
 bind_launch: Callable[[tuple[Any, int, Any]], Callable[..., bool]] = _refuse
@@ -205,7 +212,7 @@ def _load_library() -> Status:
 
 def _take_functions(library: Path, has_cuda: bool) -> None:
     """The functions of csrc/python_calls.h, which know the objects of an ordinary CPython only."""
-    global call_with, pack, are_plain, make_again, bind_launch
+    global call_with, pack, are_plain, make_again, make_usual_sum, bind_launch
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return
     functions = ctypes.PyDLL(str(library))
@@ -215,7 +222,8 @@ def _take_functions(library: Path, has_cuda: bool) -> None:
         maker.restype = ctypes.py_object
         return maker()
 
-    call_with, pack, are_plain, make_again = map(make, ("call_with", "pack", "are_plain", "make_again"))
+    call_with, pack, are_plain = map(make, ("call_with", "pack", "are_plain"))
+    make_again, make_usual_sum = map(make, ("make_again", "make_usual_sum"))
     if has_cuda:
         bind_launch = make("bind_launch")
 

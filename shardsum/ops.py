@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import kernels, native, operators
+from . import kernels, native, operators, usual
 from .checks import (
     as_ints,
     check_host_lengths,
@@ -31,7 +31,8 @@ from .checks import (
     overlap,
 )
 from .numerics import accumulator_dtype, check_op, resolve_out_dtype
-from .usual import usual_list_sum, usual_sum
+
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 def ragged_sum(
@@ -74,8 +75,11 @@ def ragged_sum(
         >>> ragged_sum(x, [1, 3])
         tensor([30, 21, 22])
     """
-    if starts is None and accumulate is False and type(shards) is Tensor:
-        result = usual_sum(shards, lengths, size, op, scale, out_dtype, out)
+    if starts is None and accumulate is False and type(shards) is Tensor and not _is_dynamo_compiling():
+        if out is None and out_dtype is not None:
+            result = usual.usual_sum_as(shards, lengths, size, op, scale, out_dtype)
+        else:
+            result = usual.usual_sum(shards, lengths, size, op, scale, out_dtype, out)
         if result is not None:
             return result
     if not isinstance(accumulate, bool):
@@ -85,7 +89,7 @@ def ragged_sum(
     if isinstance(shards, Tensor):
         return _padded(shards, lengths, starts, size, op, scale, out_dtype, out, accumulate)
     if lengths is None and starts is None and not accumulate:
-        result = usual_list_sum(shards, size, op, scale, out_dtype, out)
+        result = usual.usual_list_sum(shards, size, op, scale, out_dtype, out)
         if result is not None:
             return result
     return _listed(shards, lengths, starts, size, op, scale, out_dtype, out, accumulate)

@@ -7,6 +7,7 @@ refuse what is unusual or wrong without saying why. The checks of :mod:`shardsum
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,41 +22,29 @@ _increment_version = torch._C._increment_version
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
-def usual_sum(
-    x: Tensor,
-    lengths: Any,
-    size: int | None,
-    op: str,
-    scale: float | None,
-    out_dtype: torch.dtype | None,
-    out: Tensor | None,
+def _first_sum(*args: Any) -> Tensor | None:
+    global usual_sum
+    native.load()
+    into, new = "sum_checked", "sum_checked_new"
+    operators = [getattr(kernels, name) for form in (into, new) for name in (form, f"{form}_lengths")]
+    usual_sum = native.make_usual_sum((Tensor, forward_ad, _increment_version, *operators))
+    return usual_sum(*args)
+
+
+#: ``usual_sum(x, lengths, size, op, scale, out_dtype, out)``, arguments as of ``ragged_sum``: the result (``out``,
+#: where given), or None where anything is unusual or wrong, as a result in another ``out_dtype`` is.
+usual_sum: Callable[..., Tensor | None] = _first_sum
+
+
+def usual_sum_as(
+    x: Tensor, lengths: Any, size: int | None, op: str, scale: float | None, out_dtype: torch.dtype
 ) -> Tensor | None:
-    """The result (``out``, where given), or None where anything is unusual or wrong. Arguments as of ``ragged_sum``."""
-    if _is_dynamo_compiling() or type(x) is not Tensor or forward_ad._current_level >= 0:
-        return None
-    if (x.requires_grad and torch.is_grad_enabled()) or (op != "sum" and op != "mean"):
-        return None
-    if scale is not None and type(scale) is not float:
-        return None  # the operator would drop its gradient
-    if size is not None and (type(size) is not int or x.is_nested or x.shape[1:2] != (size,)):
-        return None
-    listed = type(lengths) is list
-    if not listed and (type(lengths) is not Tensor or not lengths.is_cpu):
-        return None
+    """The same into a new tensor of ``out_dtype``."""
     try:
-        if out is None and out_dtype is None:
-            new = kernels.sum_checked_new if listed else kernels.sum_checked_new_lengths
-            return native.call_with(new, lengths, -1, op == "mean", scale, x)
-        if out is None:
-            out = x.new_empty(x.shape[1:], dtype=out_dtype)
-        elif out_dtype is not None or out.requires_grad:
-            return None
-        into = kernels.sum_checked if listed else kernels.sum_checked_lengths
-        native.call_with(into, lengths, -1, op == "mean", scale, out, x)
-    except (RuntimeError, TypeError, AttributeError):
+        out = x.new_empty(x.shape[1:], dtype=out_dtype)
+    except (RuntimeError, TypeError):
         return None
-    _increment_version((out,))
-    return out
+    return usual_sum(x, lengths, size, op, scale, None, out)
 
 
 def usual_list_sum(
