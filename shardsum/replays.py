@@ -124,7 +124,8 @@ class Replays:
             return None
         if not known.one(outs[0], shard, None):
             return None
-        self.last = known.again
+        if known.again is not _never:  # of another collective: it is no all_reduce
+            self.last = known.again
         return outs
 
     def _lie_well(self, shards: list[Tensor], out: Tensor | None, results: Results) -> bool:

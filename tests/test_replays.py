@@ -295,6 +295,9 @@ def test_the_last_call_is_the_last_of_its_group() -> None:
     known = calls._known[calls.call]._replace(one=lambda *args: True, again=lambda *args: args)
     calls.remember(calls.call, known)
     assert calls.run(calls.call, X, OUT) == [OUT] and calls.last(X, LENGTHS, OUT) == (X, LENGTHS, OUT)
+    gathered = calls.key("all_gather", X, ([4, 2],), OUT, "sum")
+    calls.remember(gathered, known._replace(again=Known._field_defaults["again"]))
+    assert calls.run(gathered, X, OUT) == [OUT] and calls.last(X, LENGTHS, OUT) == (X, LENGTHS, OUT)
     calls.clear()
     assert calls.last(X, LENGTHS, OUT) is False
 
