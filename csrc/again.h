@@ -5,8 +5,21 @@
 
 namespace shardsum {
 
-// The tuple that such a call is made of: what it looks at, tells or calls, then its arguments.
-enum AgainItem { kTensorType, kAgreement, kEngine, kRoute, kWire, kOpen, kForwardAd, kNoteWrite, kLaunch, kArguments };
+// The tuple that such a call is made of: what it looks at, tells or calls, then its arguments. Of objects and modules
+// their dictionaries, which are read in a third of the time.
+enum AgainItem {
+  kTensorType,
+  kAgreement,
+  kEngine,
+  kRoute,
+  kWire,
+  kTraffic,
+  kOpen,
+  kForwardAd,
+  kNoteWrite,
+  kLaunch,
+  kArguments
+};
 constexpr int kAgainArguments = 5;
 
 // Equal and of the same type, for what equals only its like; False for most else, which is no error.
@@ -33,44 +46,35 @@ inline bool attribute_is(PyObject* object, PyObject* name, const PyObject* expec
 }
 
 struct Names {
-  PyObject *failed, *wary, *call, *last, *own_failed, *traffic, *sent, *received, *level, *requires_grad, *zero;
+  PyObject *failed, *wary, *call, *last, *own_failed, *sent, *received, *level, *requires_grad, *zero;
 };
 
 inline const Names& names() {
-  static const Names names{PyUnicode_InternFromString("failed"),
-                           PyUnicode_InternFromString("wary"),
-                           PyUnicode_InternFromString("call"),
-                           PyUnicode_InternFromString("last"),
-                           PyUnicode_InternFromString("_failed"),
-                           PyUnicode_InternFromString("traffic"),
-                           PyUnicode_InternFromString("sent"),
-                           PyUnicode_InternFromString("received"),
-                           PyUnicode_InternFromString("_current_level"),
-                           PyUnicode_InternFromString("requires_grad"),
-                           PyLong_FromLongLong(0)};
+  static const Names names{PyUnicode_InternFromString("failed"),        PyUnicode_InternFromString("wary"),
+                           PyUnicode_InternFromString("call"),          PyUnicode_InternFromString("last"),
+                           PyUnicode_InternFromString("_failed"),       PyUnicode_InternFromString("sent"),
+                           PyUnicode_InternFromString("received"),      PyUnicode_InternFromString("_current_level"),
+                           PyUnicode_InternFromString("requires_grad"), PyLong_FromLongLong(0)};
   return names;
 }
 
 // Neither the group nor another one on its processes has failed or left a call open.
 inline bool may_begin(PyObject* state) {
   const Names& n = names();
-  PyObject *agreement = PyTuple_GetItem(state, kAgreement), *wire = PyTuple_GetItem(state, kWire);
-  return attribute_is(agreement, n.failed, &_Py_NoneStruct) && attribute_is(agreement, n.wary, &_Py_FalseStruct) &&
-         attribute_is(wire, n.own_failed, &_Py_NoneStruct) && PyDict_Size(PyTuple_GetItem(state, kOpen)) == 0;
+  PyObject* agreement = PyTuple_GetItem(state, kAgreement);
+  return PyDict_GetItem(agreement, n.failed) == &_Py_NoneStruct &&
+         PyDict_GetItem(agreement, n.wary) == &_Py_FalseStruct &&
+         PyDict_GetItem(PyTuple_GetItem(state, kWire), n.own_failed) == &_Py_NoneStruct &&
+         PyDict_Size(PyTuple_GetItem(state, kOpen)) == 0;
 }
 
 // No gradient or tangent is wanted of `x`, and none would be lost by writing to `out` (`x` where nothing is written).
 inline bool needs_no_grad(PyObject* forward_ad, PyObject* x, PyObject* out) {
   const Names& n = names();
-  PyObject* level = PyObject_GetAttr(forward_ad, n.level);
-  if (level == nullptr) {
-    PyErr_Clear();
-    return false;
-  }
+  PyObject* level = PyDict_GetItem(forward_ad, n.level);
   int overflow = 0;
-  const bool none = PyLong_AsLongLongAndOverflow(level, &overflow) < 0;
-  Py_DecRef(level);
-  return none && (out == x || attribute_is(out, n.requires_grad, &_Py_FalseStruct)) &&
+  return level != nullptr && level->type == &PyLong_Type && PyLong_AsLongLongAndOverflow(level, &overflow) < 0 &&
+         (out == x || attribute_is(out, n.requires_grad, &_Py_FalseStruct)) &&
          (attribute_is(x, n.requires_grad, &_Py_FalseStruct) || !aoti_torch_grad_mode_is_enabled());
 }
 
@@ -88,22 +92,18 @@ inline bool note_write(PyObject* increment_version, PyObject* out) {
 inline bool note_route(PyObject* state) {
   const Names& n = names();
   PyObject *engine = PyTuple_GetItem(state, kEngine), *route = PyTuple_GetItem(state, kRoute);
-  if (attribute_is(engine, n.last, route)) return true;
-  PyObject* traffic = PyObject_GetAttr(PyTuple_GetItem(state, kWire), n.traffic);
-  if (traffic == nullptr) return false;
-  const bool noted = PyObject_SetAttr(engine, n.last, route) == 0 && PyObject_SetAttr(traffic, n.sent, n.zero) == 0 &&
-                     PyObject_SetAttr(traffic, n.received, n.zero) == 0;
-  Py_DecRef(traffic);
-  return noted;
+  if (PyDict_GetItem(engine, n.last) == route) return true;
+  PyObject* traffic = PyTuple_GetItem(state, kTraffic);
+  return PyDict_SetItem(engine, n.last, route) == 0 && PyDict_SetItem(traffic, n.sent, n.zero) == 0 &&
+         PyDict_SetItem(traffic, n.received, n.zero) == 0;
 }
 
 inline bool add_to_calls(PyObject* agreement, long long count) {
-  PyObject* call = PyObject_GetAttr(agreement, names().call);
-  if (call == nullptr) return false;
+  PyObject* call = PyDict_GetItem(agreement, names().call);
   int overflow = 0;
+  if (call == nullptr || call->type != &PyLong_Type) return refuse("shardsum: calls are not counted") != nullptr;
   PyObject* next = PyLong_FromLongLong(PyLong_AsLongLongAndOverflow(call, &overflow) + count);
-  Py_DecRef(call);
-  const bool added = PyObject_SetAttr(agreement, names().call, next) == 0;
+  const bool added = PyDict_SetItem(agreement, names().call, next) == 0;
   Py_DecRef(next);
   return added;
 }
@@ -133,7 +133,7 @@ inline PyObject* again(PyObject* state, PyObject* const* args, std::ptrdiff_t co
 inline PyObject* make_again(PyObject*, PyObject* const* args, std::ptrdiff_t count) {
   static PyMethodDef method{"again", &again, METH_FASTCALL, nullptr};
   if (count != 1 || args[0]->type != &PyTuple_Type || PyTuple_Size(args[0]) != kArguments + kAgainArguments)
-    return refuse("shardsum: make_again takes a tuple of 14 items");
+    return refuse("shardsum: make_again takes a tuple of 15 items");
   return PyCFunction_NewEx(&method, args[0], nullptr);
 }
 

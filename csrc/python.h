@@ -28,7 +28,6 @@ extern PyObject *PyExc_RuntimeError, *PyExc_TypeError, *PyExc_AttributeError;
 PyObject* PyCFunction_NewEx(PyMethodDef* method, PyObject* self, PyObject* module);
 PyObject* PyObject_CallFunctionObjArgs(PyObject* callable, ...);
 PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
-int PyObject_SetAttr(PyObject* object, PyObject* name, PyObject* value);
 int PyObject_RichCompareBool(PyObject* a, PyObject* b, int operation);
 PyObject* PyBytes_FromStringAndSize(const char* data, std::ptrdiff_t size);
 PyObject* PyUnicode_InternFromString(const char* text);
@@ -38,6 +37,8 @@ PyObject* PyTuple_GetItem(PyObject* tuple, std::ptrdiff_t index);  // borrowed
 PyObject* PyTuple_Pack(std::ptrdiff_t size, ...);
 std::ptrdiff_t PyTuple_Size(PyObject* tuple);
 std::ptrdiff_t PyDict_Size(PyObject* dict);
+PyObject* PyDict_GetItem(PyObject* dict, PyObject* key);  // borrowed; null without an error where there is none
+int PyDict_SetItem(PyObject* dict, PyObject* key, PyObject* value);
 PyObject* PySequence_GetItem(PyObject* sequence, std::ptrdiff_t index);
 std::ptrdiff_t PySequence_Size(PyObject* sequence);
 long long PyLong_AsLongLongAndOverflow(PyObject* value, int* overflow);

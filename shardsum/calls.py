@@ -330,7 +330,9 @@ class Runner:
     def _told(self, route: Route) -> tuple[Any, ...]:
         """What a call without this module's Python looks at and tells (csrc/again.h), as those with it do."""
         wire = self.engine.wire
-        return Tensor, self.agreement, self.engine, route, wire, open_calls, forward_ad, torch._C._increment_version
+        assert wire is not None
+        objects = vars(self.agreement), vars(self.engine), route, vars(wire), vars(wire.traffic)
+        return Tensor, *objects, open_calls, vars(forward_ad), torch._C._increment_version
 
     def _one_again(self, launch: Launch, route: Route) -> Launch:
         agreement, begin = self.agreement, self.engine.begin

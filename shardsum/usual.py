@@ -27,7 +27,7 @@ def _first_sum(*args: Any) -> Tensor | None:
     native.load()
     into, new = "sum_checked", "sum_checked_new"
     operators = [getattr(kernels, name) for form in (into, new) for name in (form, f"{form}_lengths")]
-    usual_sum = native.make_usual_sum((Tensor, forward_ad, _increment_version, *operators))
+    usual_sum = native.make_usual_sum((Tensor, vars(forward_ad), _increment_version, *operators))
     return usual_sum(*args)
 
 

@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from processes import run_processes
 from torch import Tensor
 from torch.autograd import forward_ad
+from values import assert_same, random_values
 
-from shardsum import ShardGroup, native
+from shardsum import ShardGroup, native, reference
+from shardsum.engine import LOCAL_ROUTE
 from shardsum.group import _text
 from shardsum.layout import ExchangePlan
 from shardsum.replays import Known, Replays
@@ -174,7 +178,7 @@ class Again:
         native.load()
         self.agreement = SimpleNamespace(failed=None, wary=False, call=7)
         self.traffic = SimpleNamespace(sent=3, received=4)
-        self.engine, self.wire = SimpleNamespace(last=None), SimpleNamespace(_failed=None, traffic=self.traffic)
+        self.engine, self.wire = SimpleNamespace(last=None), SimpleNamespace(_failed=None)
         self.route, self.open, self.forward = object(), {}, SimpleNamespace(_current_level=-1)
         self.launched: list[tuple[Any, ...]] = []
         self.written: list[Any] = []
@@ -186,7 +190,8 @@ class Again:
                 raise runs
             return runs
 
-        told = (self.agreement, self.engine, self.route, self.wire, self.open, self.forward, self.written.append)
+        told = (*map(vars, (self.wire, self.traffic)), self.open, vars(self.forward), self.written.append)
+        told = (vars(self.agreement), vars(self.engine), self.route, *told)
         arguments = (600, "sum", SCALE, torch.float32, "identity")
         self.function = native.make_again((Tensor, *told, launch, *arguments))
 
@@ -282,7 +287,7 @@ def test_a_last_call_that_its_launch_refuses_has_not_happened() -> None:
     with pytest.raises(RuntimeError, match="CUDA error"):
         again()
     assert again.agreement.call == 8 and not again.written
-    for items in ((), [1] * 14, (1,) * 13):
+    for items in ((), [1] * 15, (1,) * 14):
         with pytest.raises(RuntimeError, match="make_again"):
             native.make_again(items)
     with pytest.raises(RuntimeError, match="8 arguments"):
@@ -300,6 +305,62 @@ def test_the_last_call_is_the_last_of_its_group() -> None:
     assert calls.run(gathered, X, OUT) == [OUT] and calls.last(X, LENGTHS, OUT) == (X, LENGTHS, OUT)
     calls.clear()
     assert calls.last(X, LENGTHS, OUT) is False
+
+
+class Peers:
+    """The peer transport in terms of gloo, which says by which way it was called."""
+
+    reason = None
+
+    def __init__(self) -> None:
+        self.ways: list[str] = []
+
+    def check(self) -> None: ...
+
+    def predict(self, *args: Any) -> Any:
+        return False, (0, 0), (0, 0)
+
+    def exchange(self, plan: ExchangePlan, shards: Any, outs: Any, op: str, scale: Any, way: str = "long") -> None:
+        self.ways.append(way)
+        rows: list[Any] = [None, None]
+        dist.all_gather_object(rows, shards[0][: plan.sources[dist.get_rank()][1]])
+        outs[0].copy_(reference.ragged_sum(rows, [0, 0], len(outs[0]), op=op, scale=scale, out_dtype=outs[0].dtype))
+
+    def launcher(self, plan: ExchangePlan, outs: Any, shards: Any, op: str, scale: Any, bound: list[int]) -> Any:
+        def one(out: Tensor, shard: Tensor, lengths: list[int] | None) -> bool:
+            if lengths is not None and lengths != bound:
+                return False
+            self.exchange(plan, [shard], [out], op, scale, "by its key" if lengths is None else "again")
+            return True
+
+        return None, one
+
+
+def _all_reduce_again(rank: int, world_size: int) -> None:
+    group, peers = ShardGroup(), Peers()
+    group.engine.peers, agreement = peers, group._agreement  # type: ignore[assignment]
+    assert group.engine.wire is not None
+    other, before = [3, 6], agreement.call
+    turns = [([6, 4], way) for way in ("long", "by its key", "again", "again")]
+    turns += [(other, "long"), (other, "by its key"), (other, "again"), ([6, 4], "by its key"), ([6, 4], "again")]
+    for turn, (lengths, _) in enumerate(turns):
+        rows = [random_values((n, 3), torch.float32, 2 * turn + r) for r, n in enumerate(lengths)]
+        out = torch.empty(7, 3)
+        version = out._version
+        group.engine.last, group.engine.wire.traffic.sent = LOCAL_ROUTE, 5
+        assert group.all_reduce(rows[rank], lengths, size=7, out=out) is out and out._version > version
+        assert_same(out, reference.ragged_sum(rows, [0, 0], 7, out_dtype=torch.float32))
+        assert group.stats().route.transport == "peer" and group.stats().sent == 0
+        assert agreement.call - before == turn + 1
+    assert peers.ways == [way for _, way in turns]
+    agreement.failed = "it was left"
+    with pytest.raises(RuntimeError, match="failed earlier"):
+        group.all_reduce(rows[rank], lengths, size=7, out=out)
+    assert len(peers.ways) == len(turns)
+
+
+def test_an_all_reduce_between_processes_runs_again() -> None:
+    run_processes(_all_reduce_again, 2)
 
 
 def test_a_failed_launch_is_explained_by_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
