@@ -304,8 +304,10 @@ class Bench:
                 lengths = [int(positions * shares[r % len(shares)]) for r in range(self.world_size)]
                 if size <= self.peer.layout.push_limit:
                     self.ours(size, profile, lengths, "pushed", None, host)
-                elif self.peer.layout.writes:  # rows in symmetric memory are written like any other
-                    self.ours(size, profile, lengths, "written", None, host)
+                elif self.peer.layout.streams:
+                    self.ours(size, profile, lengths, "streamed", None, host)
+                    if profile == "1.0":
+                        self.ours(size, profile, lengths, "zero-copy", None, False)
                 elif self.world_size == 2:
                     self.ours(size, profile, lengths, "read", None, host)
                     self.ours(size, profile, lengths, "zero-copy", None, False)

@@ -8,10 +8,10 @@
 //     began    [num_processes]                          uint64       the last launch that each process has begun
 //     staging  [2 parities][staging_bytes]              slots of row_bytes: for each hosted virtual rank, or for all
 //     reduced  [2 parities][reduced_bytes]              two-shot: the sum of a chunk, written by all
-//     inbox    [2 parities][flag_ranks][inbox_row_bytes]  small sums: rows pushed by their owners
+//     inboxes  [2 parities][inbox_bytes]                slots for rows that are pushed by their owners; all bits set
 //
-// and a private PeerControl. A call moves the flat elements [chunk_begin, chunk_end) of a range of size * width; see
-// docs/peer.md for the protocol.
+// all zero at set-up but the inboxes, and a private PeerControl. A call moves the flat elements [chunk_begin,
+// chunk_end) of a range of size * width; see docs/peer.md for the protocol.
 #pragma once
 #include <cstdint>
 
@@ -49,12 +49,11 @@ struct PeerFailure {
 };
 
 struct PeerSource {
-  const void* data;               // the row's first position
-  uint32_t rank;                  // virtual rank
-  uint32_t start, length;         // unless device_lengths is given
-  uint32_t capacity;              // positions at `data`
-  uint32_t need_begin, need_end;  // positions that other processes may read
-  uint32_t buffer, offset;        // as in RowFlag
+  const void* data;         // the row's first position
+  uint32_t rank;            // virtual rank
+  uint32_t start, length;   // unless device_lengths is given
+  uint32_t capacity;        // positions at `data`
+  uint32_t buffer, offset;  // as in RowFlag
 };
 
 // A source in one chunk. An "origin" is the address at which flat element 0 would be.
@@ -83,7 +82,7 @@ struct alignas(16) PeerCall {
   int32_t in_bytes, out_bytes;  // of an element
   bool move;                    // copy bytes (both dtypes kUInt8; rows do not overlap) instead of summing
   bool two_shot;                // needs one output [0, size) on every process, no move, and write
-  bool push;                    // small sums of elements of 2 bytes and more: rows are pushed to the inboxes
+  bool push;                    // sums of elements of 2 bytes and more: rows are pushed to the inboxes
   bool write;                   // rows are written to their readers' staging, where every rank has a slot; in a
                                 // two-shot it holds of the row only what lies in that process's parts
   bool mean, has_scale;
@@ -99,14 +98,16 @@ struct alignas(16) PeerCall {
   int32_t warp_columns;  // vectors a lane in a stretch
   int32_t tiles_per_piece;
   int32_t num_blocks, max_blocks;
-  int32_t num_threads, producer_warps;  // at most 256; producers copy or write pieces while the others read
+  int32_t num_threads, producer_warps;  // at most 256; producers copy, write or push while the others sum. 0, of rows
+                                        // that are pushed: all push, then all sum
 
-  char* base[kPeerMaxRanks];  // the symmetric block of every process, as mapped here
-  int64_t stages_at, abort_at, staging_at, reduced_at, inbox_at;
-  int64_t staging_bytes, row_bytes, reduced_bytes, inbox_row_bytes;
-  uint8_t owner[kPeerMaxRanks];  // of each virtual rank
-  uint8_t place[kPeerMaxRanks];  // its place among those its owner hosts
-  uint8_t slot[kPeerMaxRanks];   // of staging
+  char* base[kPeerMaxRanks];                            // the symmetric block of every process, as mapped here
+  int64_t stages_at, abort_at, staging_at, reduced_at;  // staging: the inboxes, where rows are pushed
+  int64_t staging_bytes, row_bytes, reduced_bytes;
+  uint8_t owner[kPeerMaxRanks];                                 // of each virtual rank
+  uint8_t place[kPeerMaxRanks];                                 // its place among those its owner hosts
+  uint8_t slot[kPeerMaxRanks];                                  // of staging
+  uint32_t need_begin[kPeerMaxRanks], need_end[kPeerMaxRanks];  // positions of each that others than its owner read
 
   PeerFailure* failure;
   char* const* buffers;  // device table [buffer - 1][process]: symmetric buffers of the user

@@ -17,7 +17,7 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 namespace shardsum {
 namespace {
 
-constexpr int64_t kPlanVersion = 2;
+constexpr int64_t kPlanVersion = 3;
 constexpr int kMaxBoundDims = 9;
 
 // Reads a plan word by word.
@@ -76,9 +76,7 @@ void read_tiles(Words& w, PeerCall& c) {
 
 void read_memory(Words& w, PeerCall& c) {
   w.take(c.stages_at), w.take(c.abort_at), w.take(c.staging_at), w.take(c.reduced_at);
-  w.take(c.inbox_at);
   w.take(c.staging_bytes), w.take(c.row_bytes), w.take(c.reduced_bytes);
-  w.take(c.inbox_row_bytes);
   w.take_pointer(c.control), w.take_pointer(c.failure), w.take_pointer(c.buffers);
   w.take(c.timeout_ns);
 }
@@ -89,11 +87,11 @@ void read_members(Words& w, PeerCall& c) {
   STD_TORCH_CHECK(c.num_ranks <= kPeerMaxRanks && c.num_processes <= kPeerMaxRanks, "shardsum: too many ranks");
   STD_TORCH_CHECK(c.num_sources <= kPeerMaxHosted && c.num_outputs <= kPeerMaxHosted, "shardsum: too many rows");
   for (int g = 0; g < c.num_processes; ++g) w.take_pointer(c.base[g]);
-  for (int r = 0; r < c.num_ranks; ++r) w.take(c.owner[r]), w.take(c.place[r]), w.take(c.slot[r]);
-  for (int i = 0; i < c.num_sources; ++i) {
-    PeerSource& s = c.sources[i];
-    w.take(s.rank), w.take(s.need_begin), w.take(s.need_end);
+  for (int r = 0; r < c.num_ranks; ++r) {
+    w.take(c.owner[r]), w.take(c.place[r]), w.take(c.slot[r]);
+    w.take(c.need_begin[r]), w.take(c.need_end[r]);
   }
+  for (int i = 0; i < c.num_sources; ++i) w.take(c.sources[i].rank);
   for (int q = 0; q < c.num_outputs; ++q) w.take(c.outputs[q].begin), w.take(c.outputs[q].end);
 }
 

@@ -40,9 +40,15 @@ CALLS = int(os.environ.get("SHARDSUM_PEER_CALLS", "120"))
 
 
 def layout_of(
-    world_size: int, rows: int, staging: int = 1 << 20, blocks: int = 128, push: int = 1 << 16, writes: bool = False
+    world_size: int,
+    rows: int,
+    staging: int = 1 << 20,
+    blocks: int = 128,
+    push: int = 1 << 16,
+    writes: bool = False,
+    streams: bool = False,
 ) -> MemoryLayout:
-    return MemoryLayout(world_size * rows, world_size, blocks, rows, staging, push, writes)
+    return MemoryLayout(world_size * rows, world_size, blocks, rows, staging, push, writes, streams)
 
 
 @st.composite
@@ -54,13 +60,17 @@ def messages(draw: st.DrawFn) -> tuple[Message, MemoryLayout, Tuning, bool | Non
     size, width = draw(st.integers(0, 30000)), draw(st.sampled_from([1, 3, 8, 100, 1000]))
     extent = size if replicated else draw(st.integers(0, size))
     longest = size if replicated else draw(st.integers(0, size))
-    message = Message(size, width, extent, longest, in_bytes, 1 if move else out_bytes, move, replicated)
+    floats = not move and in_bytes > 1 and draw(st.booleans())
+    needed = size if replicated else draw(st.integers(0, longest))
+    message = Message(
+        size, width, extent, longest, needed, in_bytes, 1 if move else out_bytes, move, replicated, floats
+    )
     staging = draw(st.sampled_from([2 << 20, 8 << 20, 64 << 20]))
     threads, blocks = draw(st.sampled_from([96, 128, 256])), draw(st.sampled_from([1, 7, 128]))
     tuning = Tuning(threads, blocks, write_processes=0)
     forced = draw(st.sampled_from([None, False, True])) if replicated and not move else None
-    blocks, writes = draw(st.sampled_from([3, 132])), draw(st.booleans())
-    return message, layout_of(world_size, rows, staging, blocks, writes=writes), tuning, forced
+    blocks, writes, streams = draw(st.sampled_from([3, 132])), draw(st.booleans()), draw(st.booleans())
+    return message, layout_of(world_size, rows, staging, blocks, writes=writes, streams=streams), tuning, forced
 
 
 @settings(deadline=None, max_examples=300)
@@ -80,14 +90,20 @@ def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
         assert tiles.tiles(shape.chunk) * (tiles.tile // parts) * m.in_bytes <= layout.part_bytes
         assert min(shape.chunk, total) * m.out_bytes <= layout.reduced_bytes
         assert layout.num_ranks * layout.part_bytes <= layout.slots_bytes
+    elif shape.push:  # its words lie inside its inbox
+        small = shape.producers == 0
+        unit = (peer_plan.FLOAT_GROUP if m.floats else peer_plan.INT_GROUP) if small else peer_plan.STREAM_STRETCH
+        units = -(-min(shape.chunk, max(1, total)) * m.in_bytes // unit)
+        words = units * (unit if m.floats else 2048)
+        if not small:  # from the stretch on in which what is needed begins
+            words = min(words, m.needed * m.width * m.in_bytes + peer_plan.STREAM_STRETCH + 16)
+        assert words <= layout.inbox_row_bytes and m.in_bytes > 1
+        assert shape.chunk >= total if small else m.floats and layout.streams
+        assert tiles.tile * m.in_bytes == unit and tiles.blocks == min(units, tuning.blocks, layout.max_blocks)
     else:  # a row's part of a chunk, filled up to whole vectors at both ends, lies inside its slot
         assert min(m.longest * m.width, shape.chunk) * m.in_bytes + 32 <= layout.row_bytes
-    if shape.push:
-        groups = -(-total * m.in_bytes // peer_plan.PUSH_GROUP)
-        assert shape.chunk >= total and groups * 2048 <= layout.inbox_row_bytes and m.in_bytes > 1
-        assert tiles.blocks == min(groups, tuning.blocks, layout.max_blocks)
     assert shape.write == (shape.two_shot or (layout.writes and not shape.push))
-    assert 1 <= shape.producers <= tuning.producer_warps
+    assert (0 if shape.push else 1) <= shape.producers <= tuning.producer_warps
 
 
 @settings(deadline=None, max_examples=200)
@@ -116,7 +132,7 @@ def test_written_parts_lie_side_by_side_in_their_slot(case: tuple) -> None:
 
 
 def test_every_tile_has_one_block_and_one_piece() -> None:
-    m = Message(5000, 100, 5000, 5000, 2, 2, False, True)
+    m = Message(5000, 100, 5000, 5000, 5000, 2, 2, False, True)
     shape = peer_plan.choose_shape(m, layout_of(2, 1), Tuning(blocks=5, small_bytes=1000))
     tiles = shape.tiles
     seen = set()
@@ -150,10 +166,13 @@ def test_regions_of_the_symmetric_block_are_apart_and_aligned(world_size: int, r
     assert at.slots_bytes >= (world_size if writes else 1) * rows * at.row_bytes  # one-shot
     assert at.slots_bytes >= world_size * rows * at.part_bytes and at.part_bytes % 256 == 0  # two-shot
     assert all(n % 256 == 0 for n in (at.staging_at, at.slots_bytes, at.row_bytes, at.reduced_at, at.reduced_bytes))
+    assert at.inbox_at % 256 == 0 and at.inbox_row_bytes % 256 == 0 and at.inbox_row_bytes > 0
+    peers_rows = (world_size - 1) * rows  # those that are pushed to one process, in slots by rank or by place
+    assert at.total_bytes - at.inbox_at == 2 * at.inboxes_bytes and at.inbox_rows >= peers_rows
 
 
 def reduced(world_size: int, num_bytes: int, tuning: Tuning | None = None, rows: int = 1) -> bool:
-    m = Message(num_bytes // 2, 1, num_bytes // 2, num_bytes // 2, 2, 2, False, True)
+    m = Message(num_bytes // 2, 1, num_bytes // 2, num_bytes // 2, num_bytes // 2, 2, 2, False, True)
     return peer_plan.choose_shape(m, layout_of(world_size, rows, 256 << 20), tuning or Tuning()).two_shot
 
 
@@ -164,13 +183,13 @@ def test_what_is_predicted_is_what_is_launched(world_size: int, rows: int, monke
     owners = owners_of(world_size * rows, world_size, "contiguous")
     peers = Peers(None, lambda value: [value], owners, torch.device("cpu"), 1.0)  # type: ignore[arg-type]
     limit = Tuning().push_limit(world_size)
-    layout = layout_of(world_size, rows, 64 << 20, push=limit)
+    layout = layout_of(world_size, rows, 64 << 20, push=limit, streams=world_size == 2)
     for size in (1 << 10, limit, limit + 1024, 64 << 20):
         sources, sinks = ((0, size // 2),) * len(owners), ((0, size // 2),) * world_size
         plan = ExchangePlan(sources, owners, sinks, tuple(range(world_size)), world_size)
         shape = peer_plan.choose_shape(peer_plan.describe_message(plan, 1, 2, 2, False), layout, Tuning())
         two_shot, egress, _ = peers.predict(plan, 1, 2, 2, False)
-        assert two_shot == shape.two_shot and shape.push == (size <= limit)
+        assert two_shot == shape.two_shot and (shape.push and shape.producers == 0) == (size <= limit)
         if shape.push:  # every peer gets every row
             assert egress == ((world_size - 1) * rows * size,) * world_size
 
@@ -200,7 +219,7 @@ def test_needed_is_the_hull_of_what_others_read(data: st.DataObject) -> None:
 def test_small_sums_are_pushed() -> None:
     def pushed(num_bytes: int, move: bool = False, two_shot: bool | None = None, limit: int = 1 << 16) -> bool:
         n, width = num_bytes // 2, 1 if move else 2
-        m = Message(n, 1, n, n, width, width, move, True)
+        m = Message(n, 1, n, n, n, width, width, move, True)
         return peer_plan.choose_shape(m, layout_of(4, 1, push=limit), Tuning(), two_shot).push
 
     assert pushed(1 << 10) and pushed(1 << 16) and not pushed((1 << 16) + 2)
@@ -209,27 +228,31 @@ def test_small_sums_are_pushed() -> None:
     assert Tuning(push_bytes={0: 5, 2: 7}).push_limit(2) == 7 and Tuning(push_bytes={0: 5, 2: 7}).push_limit(3) == 5
 
 
-def test_two_processes_write_what_they_do_not_push() -> None:
-    def shape_of(num_bytes: int, world_size: int = 2, move: bool = False) -> peer_plan.Shape:
+def test_two_processes_push_floats_and_write_the_rest() -> None:
+    def shape_of(num_bytes: int, world_size: int = 2, move: bool = False, floats: bool = True) -> peer_plan.Shape:
         n = num_bytes if move else num_bytes // 2
-        m = Message(n, 1, n, n, 1 if move else 2, 1 if move else 2, move, True)
+        m = Message(n, 1, n, n, n, 1 if move else 2, 1 if move else 2, move, True, floats and not move)
         tuning = Tuning()
-        writes, push = world_size <= tuning.write_processes, tuning.push_limit(world_size)
-        return peer_plan.choose_shape(m, layout_of(world_size, 1, 256 << 20, push=push, writes=writes), tuning)
+        push = tuning.push_limit(world_size)
+        writes, streams = world_size <= tuning.write_processes, world_size <= tuning.stream_processes
+        return peer_plan.choose_shape(m, layout_of(world_size, 1, 256 << 20, 128, push, writes, streams), tuning)
 
-    assert shape_of(1 << 20).push and shape_of(1 << 10, move=True).write
-    small, large, huge = (shape_of(n << 20) for n in (4, 16, 64))
-    assert small.write and large.write and huge.write and not shape_of(256 << 10, 4).write
-    assert (small.producers, large.producers, huge.producers) == (1, 1, 2)
-    assert [s.tiles.pieces(s.chunk) for s in (small, large, huge)] == [4, 8, 32]
-    assert all(s.tiles.columns == 8 and s.tiles.blocks == 128 for s in (small, large, huge))
+    assert shape_of(512 << 10).push and shape_of(512 << 10).producers == 0
+    streamed = [shape_of(n << 20) for n in (1, 8, 16, 64)]
+    assert all(s.push and s.tiles.columns == 8 and s.tiles.blocks == 128 for s in streamed)
+    assert [s.producers for s in streamed] == [1, 1, 2, 2]
+    written = [shape_of(n << 20, floats=False) for n in (4, 16, 64)]
+    assert all(s.write and s.tiles.columns == 8 and s.tiles.blocks == 128 for s in written)
+    assert [s.producers for s in written] == [1, 2, 2] and shape_of(1 << 10, move=True).write
+    assert [s.tiles.pieces(s.chunk) for s in written] == [4, 8, 32]
+    assert not shape_of(4 << 20, 4).write or shape_of(4 << 20, 4).two_shot
 
 
 def test_four_processes_push_or_write_in_two_rounds() -> None:
     tuning = Tuning()
 
     def shape_of(num_bytes: int) -> peer_plan.Shape:
-        m = Message(num_bytes // 2, 1, num_bytes // 2, num_bytes // 2, 2, 2, False, True)
+        m = Message(num_bytes // 2, 1, num_bytes // 2, num_bytes // 2, num_bytes // 2, 2, 2, False, True)
         return peer_plan.choose_shape(m, layout_of(4, 1, 128 << 20, push=tuning.push_limit(4)), tuning)
 
     assert shape_of(512 << 10).push
@@ -360,6 +383,11 @@ class RandomCalls:
         on_device = kind == "all_reduce" and pick.random() < 0.3
         plan = ExchangePlan(tuple(sources), self.t.owners, tuple(sinks), sink_owners, self.t.world_size)
         shards = [random_values((length(i), width), dtype, pick.randrange(1 << 30)) for i in sources]
+        if dtype.is_floating_point and pick.random() < 0.3:  # NaNs like words that have not come
+            for s in shards:
+                s.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[s.itemsize])[
+                    torch.rand(s.shape, generator=torch.Generator().manual_seed(size)) < 0.2
+                ] = -1
         self._call(plan, shards, dtype, out_dtype, op, scale, on_device, pick.random() < 0.3, pick.randrange(4))
 
     def _interval(self, size: int) -> tuple[int, int]:
@@ -419,15 +447,24 @@ def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 #: Small slots, pieces and inboxes, so that all happens at test sizes: rows are read, in two shots as soon as that saves
-#: anything; or they are written.
-PIECES = Tuning(small_bytes=4096, blocks=4, push_bytes={0: 8192}, stretches=4, columns=2, write_stretches=2)
+#: anything; or they are written; or, of floats, pushed while they are summed.
+PIECES = Tuning(
+    small_bytes=4096, blocks=4, push_bytes={0: 8192}, stretches=4, columns=2, write_stretches=2, stream_processes=0,
+    one_producer_bytes=32768,
+)  # fmt: skip
 READ = dict(staging_bytes=1 << 18, tuning=replace(PIECES, two_shot_bytes={0: 2000}, write_processes=0))
 WRITE = dict(staging_bytes=1 << 18, tuning=replace(PIECES, two_shot_bytes={0: 1 << 60}, write_processes=64))
+STREAM = dict(
+    staging_bytes=1 << 18,
+    tuning=replace(PIECES, two_shot_bytes={0: 1 << 60}, write_processes=64, stream_processes=64),
+)
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("num_ranks, placement, options", [(4, "contiguous", READ), (7, "zigzag", WRITE)])
+@pytest.mark.parametrize(
+    "num_ranks, placement, options", [(4, "contiguous", READ), (7, "zigzag", WRITE), (5, "zigzag", STREAM)]
+)
 def test_random_calls_of_processes_that_share_gpus(
     shared_gpu: None, num_ranks: int, placement: str, options: dict
 ) -> None:
@@ -437,7 +474,7 @@ def test_random_calls_of_processes_that_share_gpus(
 
 @pytest.mark.multi_gpu
 @two_gpus
-@pytest.mark.parametrize("num_ranks, options", [(2, {}), (8, READ), (5, WRITE)])
+@pytest.mark.parametrize("num_ranks, options", [(2, {}), (8, READ), (5, WRITE), (2, STREAM), (5, STREAM)])
 def test_random_calls_one_process_a_gpu(num_ranks: int, options: dict) -> None:
     run_processes(_random_calls, 2, num_ranks, "zigzag", 4 * CALLS, options, backend="cpu:gloo", timeout=240)
 

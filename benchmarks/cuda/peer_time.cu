@@ -37,6 +37,7 @@ __device__ inline void trace(int point) {
 
 #include "../../csrc/cuda/peer.cu"
 #include "../../csrc/cuda/peer_push.cu"
+#include "../../csrc/cuda/peer_stream.cu"
 #include "../../csrc/cuda/peer_two_shot.cu"
 
 #define CHECK(call)                                                                         \
@@ -53,7 +54,6 @@ namespace {
 
 constexpr int kMaxBlocks = 132, kBuffers = 3;
 constexpr int64_t kMost = 64 << 20;
-constexpr int64_t kInboxRow = (8 << 20) / 1536 * 2048 + 2048;
 
 struct Process {
   int device;
@@ -115,9 +115,10 @@ std::vector<Process> make() {
     CHECK(cudaSetDevice(p.device));
     if (devices > 1) CHECK(cudaDeviceEnablePeerAccess(1 - g, 0));
     CHECK(cudaStreamCreateWithFlags(&p.stream, cudaStreamNonBlocking));
-    const int64_t total = inbox_at() + 4 * kInboxRow;
+    const int64_t total = inbox_at() + 2 * 2 * (kMost + 256);
     CHECK(cudaMalloc(&p.block, total));
-    CHECK(cudaMemset(p.block, 0, total));
+    CHECK(cudaMemset(p.block, 0, inbox_at()));
+    CHECK(cudaMemset(p.block + inbox_at(), 0xff, total - inbox_at()));
     CHECK(cudaMalloc(&p.input, kBuffers * kMost));
     CHECK(cudaMalloc(&p.output, kBuffers * kMost));
     fill<<<512, 256>>>(reinterpret_cast<uint32_t*>(p.input), kBuffers * kMost / 4, 99 + g);
@@ -146,22 +147,21 @@ PeerCall describe_call(const std::vector<Process>& all, int g, const Variant& v,
   c.size = v.bytes / 2, c.width = 1;
   c.chunk_end = c.size;
   const bool push = v.is("push"), zero = v.is("zero");
-  c.warp_columns = push ? 3 : v.columns, c.stretches_per_tile = push ? 1 : v.stretches;
+  c.warp_columns = push ? 4 : v.columns, c.stretches_per_tile = push ? 1 : v.stretches;
   c.stretch_elements = c.warp_columns * 32 * 8;
   c.tile_elements = c.stretch_elements * c.stretches_per_tile;
   const int64_t tiles = (c.size + c.tile_elements - 1) / c.tile_elements;
   c.num_blocks = int(std::min<int64_t>(v.blocks, tiles)), c.max_blocks = kMaxBlocks;
   c.tiles_per_piece = v.tiles && !push ? v.tiles : int((tiles + c.num_blocks - 1) / c.num_blocks);
   c.num_threads = v.threads, c.producer_warps = v.producers, c.write = v.is("write");
-  for (int q = 0; q < 2; ++q) c.base[q] = all[q].block, c.owner[q] = c.slot[q] = uint8_t(q);
-  c.stages_at = stages_at(), c.abort_at = abort_at(), c.staging_at = staging_at();
+  for (int q = 0; q < 2; ++q) c.base[q] = all[q].block, c.owner[q] = c.slot[q] = uint8_t(q), c.need_end[q] = uint32_t(c.size);
+  c.stages_at = stages_at(), c.abort_at = abort_at(), c.staging_at = push ? inbox_at() : staging_at();
   c.row_bytes = kMost + 256, c.staging_bytes = 2 * c.row_bytes;
-  c.inbox_at = inbox_at(), c.inbox_row_bytes = kInboxRow;
   c.control = p.control, c.failure = p.failure, c.buffers = p.buffers, c.timeout_ns = 2'000'000'000;
   c.stages = !zero, c.push = push, c.overlaps = v.overlap != 0;
   PeerSource& s = c.sources[0];
   s.data = p.input + buffer * kMost;
-  s.rank = g, s.length = s.capacity = v.length(g), s.need_end = uint32_t(c.size), s.buffer = zero;
+  s.rank = g, s.length = s.capacity = v.length(g), s.buffer = zero;
   s.offset = uint32_t(buffer * kMost / 16);
   c.outputs[0] = {p.output + buffer * kMost, 0, uint32_t(c.size)};
   return c;

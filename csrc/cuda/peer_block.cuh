@@ -11,6 +11,7 @@ constexpr int kPeerThreads = 256;
 struct Shared {
   PeerCall call;
   PeerRow rows[kPeerMaxRanks];
+  Range far, wanted;             // streaming: the hulls of peers' rows, and of this process's outputs
   unsigned long long zero_copy;  // bit g: process g has a row that is read where it lies
   uint32_t epoch;
   int dead;

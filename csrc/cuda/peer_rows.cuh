@@ -36,10 +36,10 @@ __host__ __device__ inline Range chunk_range(const PeerCall& c, uint32_t start, 
   return clip({start * c.width, (int64_t(start) + length) * c.width}, c.chunk_begin, c.chunk_end);
 }
 
-// The part of a range of source i that other processes read, in whole vectors.
-__host__ __device__ inline Range needed_part(const PeerCall& c, int i, Range range) {
+// The part of a range of a virtual rank's row that other processes read, in whole vectors.
+__host__ __device__ inline Range needed_part(const PeerCall& c, int rank, Range range) {
   const int64_t last = 16 / c.in_bytes - 1;
-  return clip(range, c.sources[i].need_begin * c.width & ~last, (c.sources[i].need_end * c.width + last) & ~last);
+  return clip(range, c.need_begin[rank] * c.width & ~last, (c.need_end[rank] * c.width + last) & ~last);
 }
 
 // Source i, whose row has `length` positions from `start`.
@@ -56,7 +56,7 @@ __host__ __device__ inline HeldRow describe_held(const PeerCall& c, int i, uint3
   h.buffer = h.direct && !c.write ? source.buffer : 0;
   h.offset = source.offset;
   h.staged_origin = c.slot[source.rank] * c.row_bytes - (range.begin * c.in_bytes & ~int64_t(15));
-  const Range copied = h.direct ? needed_part(c, i, range) : range;
+  const Range copied = h.direct ? needed_part(c, source.rank, range) : range;
   h.copied_begin = copied.begin;
   h.copied_end = h.buffer != 0 ? copied.begin : copied.end;
   return h;

@@ -12,7 +12,7 @@ __device__ __forceinline__ void write_piece(const PeerCall& c, int parity, int p
 #pragma unroll 1
   for (int i = 0; i < c.num_sources; ++i) {
     const HeldRow& h = c.held[i];
-    const Range row = chunk_range(c, h.start, h.length), needed = needed_part(c, i, row);
+    const Range row = chunk_range(c, h.start, h.length), needed = needed_part(c, c.sources[i].rank, row);
 #pragma unroll 1
     for (int j = 0; j < c.tiles_per_piece; ++j) {
       const Range tile = tile_range(c, tile_of(c, piece, j));

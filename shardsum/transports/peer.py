@@ -51,7 +51,7 @@ _DTYPE_CODES = {
     torch.int16: 6, torch.int32: 7, torch.int64: 8, torch.bool: 9,
 }  # fmt: skip
 _BYTES = _DTYPE_CODES[torch.uint8]
-_PLAN_VERSION = 2
+_PLAN_VERSION = 3
 _MAX_BUFFERS = 64
 MAX_BOUND_DIMS = 9  # of the shard of a bound call
 _MAX_CALLS = 256
@@ -155,6 +155,7 @@ class PeerTransport:
             staging_bytes = (64 if self.world_size <= 2 else 128) << 20
         self.layout = self._agree_layout(staging_bytes)
         self._memory = SymmetricMemory(self.layout.total_bytes, group, device, self._gather)
+        self._memory.local[self.layout.inbox_at :].fill_(255)  # words that have not come: csrc/cuda/peer_words.cuh
         self._buffers: list[SymmetricMemory] = []
         self._calls: dict[Any, PreparedCall] = {}
         self._allocate_private()
@@ -178,7 +179,8 @@ class PeerTransport:
         blocks = min(self.tuning.blocks, *(s[0] for s in settings))
         limit = self.tuning.push_limit(self.world_size)
         writes = self.world_size <= self.tuning.write_processes
-        return MemoryLayout(len(self.owners), self.world_size, blocks, hosted, staging_bytes, limit, writes)
+        streams = self.world_size <= self.tuning.stream_processes
+        return MemoryLayout(len(self.owners), self.world_size, blocks, hosted, staging_bytes, limit, writes, streams)
 
     def _allocate_private(self) -> None:
         self._control = torch.zeros(4, dtype=torch.int32, device=self.device)
@@ -276,7 +278,9 @@ class PeerTransport:
         key = (plan.sinks, plan.sink_owners, plan.source_owners, sources, width, dtype, out_dtype, op, factor, two_shot)
         found = self._calls.get(key)
         if found is None:
-            message = peer_plan.describe_message(plan, width, dtype.itemsize, out_dtype.itemsize, op == "copy")
+            message = peer_plan.describe_message(
+                plan, width, dtype.itemsize, out_dtype.itemsize, op == "copy", dtype.is_floating_point
+            )
             shape = peer_plan.choose_shape(message, self.layout, self.tuning, two_shot)
             codes = (_BYTES, _BYTES) if op == "copy" else (_DTYPE_CODES[dtype], _DTYPE_CODES[out_dtype])
             words = self._words(plan, message, shape, codes, op == "mean", scale)
@@ -296,9 +300,17 @@ class PeerTransport:
         (scale_bits,) = struct.unpack("<q", struct.pack("<d", 1.0 if scale is None else scale))
         t, at = shape.tiles, self.layout
         places = [plan.source_owners[:r].count(owner) for r, owner in enumerate(plan.source_owners)]
-        slots = range(len(places)) if shape.write else places
-        slot_bytes = at.part_bytes if shape.two_shot else at.row_bytes
-        everything = (0, m.size)
+        staging_at, half_bytes, slot_bytes = at.staging_at, at.slots_bytes, at.row_bytes
+        own_slots = not shape.write
+        if shape.push:
+            staging_at, half_bytes, slot_bytes = at.inbox_at, at.inboxes_bytes, at.inbox_row_bytes
+            own_slots = at.inbox_rows < at.num_ranks
+        elif shape.two_shot:
+            slot_bytes = at.part_bytes
+        slots = places if own_slots else range(len(places))
+        needs = [(0, m.size)] * len(places)
+        if not m.replicated:
+            needs = [peer_plan.needed(plan, r, interval) for r, interval in enumerate(plan.sources)]
         parts: list[Sequence[int]] = [
             (_PLAN_VERSION, 0, self._host.data_ptr(), shape.chunk),
             (*codes, m.in_bytes, m.out_bytes, m.move, shape.two_shot, shape.push, shape.write),
@@ -306,13 +318,13 @@ class PeerTransport:
             (m.size, m.width),
             (t.tile, t.stretch, t.stretches_per_tile, t.columns, t.tiles_per_piece, t.blocks, at.max_blocks),
             (self.tuning.threads, shape.producers),
-            (at.stages_at, at.abort_at, at.staging_at, at.reduced_at, at.inbox_at),
-            (at.slots_bytes, slot_bytes, at.reduced_bytes, at.inbox_row_bytes),
+            (at.stages_at, at.abort_at, staging_at, at.reduced_at),
+            (half_bytes, slot_bytes, at.reduced_bytes),
             (self._control.data_ptr(), self._failure.data_ptr(), self._table.data_ptr(), round(self.timeout * 1e9)),
             (at.num_ranks, len(plan.sources), self.world_size, self.rank, len(hosted), len(sinks)),
             self._memory.addresses,
-            *zip(plan.source_owners, places, slots),
-            *((r, *(everything if m.replicated else peer_plan.needed(plan, r, plan.sources[r]))) for r in hosted),
+            *((*row, *need) for row, need in zip(zip(plan.source_owners, places, slots), needs)),
+            hosted,
             *(plan.sinks[q] for q in sinks),
         ]
         return [int(word) for part in parts for word in part]

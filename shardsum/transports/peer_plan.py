@@ -16,7 +16,8 @@ MAX_HOSTED = 32  # kPeerMaxHosted
 _WARP = 32
 _FLAG_BYTES = 32  # sizeof(RowFlag), sizeof(StageFlag)
 _TILE_ROOM = 1 << 16
-PUSH_GROUP = 1536  # bytes of a row that one warp pushes at a time: three vectors a lane
+FLOAT_GROUP, INT_GROUP = 1024, 1536  # bytes of a row that one warp pushes at a time: two and three vectors a lane
+STREAM_STRETCH = 4096  # of a large one: eight
 
 
 def round_up(n: int, to: int) -> int:
@@ -34,10 +35,11 @@ class Tuning:
         small_bytes: rows that are read are copied and signalled as one piece up to this size.
         columns, stretches: vectors a lane, and stretches a tile, of larger ones; a tile is a piece.
         two_shot_bytes: how many bytes a two-shot must save on the busiest link to pay for its second round of signals.
-        push_bytes: rows of a sum up to this size are pushed to the peers, word by word.
-        write_processes: in groups up to this size larger rows are written, piece by piece, also where they travel once.
+        push_bytes: rows of a sum up to this size are pushed to the peers, word by word, before they are summed.
+        stream_processes: in groups up to this size larger rows of floats are pushed while they are summed.
+        write_processes: in groups up to this size other rows are written, piece by piece, also where they travel once.
         write_pieces, write_stretches: a block's part of a written row has so many pieces, but none has more stretches.
-        one_producer_bytes: up to this size a block has one producer warp for written rows, above it producer_warps.
+        one_producer_bytes: up to this size one warp of a block writes or streams rows, above it producer_warps.
 
     Both tables are by the number of processes; key 0 holds for every other number.
     """
@@ -48,12 +50,13 @@ class Tuning:
     small_bytes: int = 2 << 20
     columns: int = 8
     stretches: int = 16
-    two_shot_bytes: Mapping[int, int] = field(default_factory=lambda: {2: 1_600_000, 0: 500_000})
-    push_bytes: Mapping[int, int] = field(default_factory=lambda: {2: 1 << 21, 3: 1 << 20, 4: 1 << 19, 0: 1 << 17})
+    two_shot_bytes: Mapping[int, int] = field(default_factory=lambda: {2: 350_000, 0: 500_000})
+    push_bytes: Mapping[int, int] = field(default_factory=lambda: {2: 3 << 18, 3: 1 << 20, 4: 1 << 19, 0: 1 << 17})
+    stream_processes: int = 2
     write_processes: int = 2
     write_pieces: int = 4
     write_stretches: int = 4
-    one_producer_bytes: int = 32 << 20
+    one_producer_bytes: int = 12 << 20
 
     def __post_init__(self) -> None:
         if self.threads % _WARP or not 96 <= self.threads <= 256:
@@ -82,6 +85,7 @@ class MemoryLayout:
     staging_bytes: int
     push_limit: int = 0
     writes: bool = False
+    streams: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -126,12 +130,23 @@ class MemoryLayout:
 
     @property
     def inbox_row_bytes(self) -> int:
-        """Every 12 bytes take a word of 16, in whole groups of 32 lanes."""
-        return round_up(self.push_limit, PUSH_GROUP) // PUSH_GROUP * 2048
+        """Small rows, where every 12 bytes of integers take a word of 16 in whole groups of 32 lanes; or a large one's
+        share of the staging, from a whole stretch on."""
+        small = round_up(self.push_limit, INT_GROUP) // INT_GROUP * 2048
+        return max(small, round_up(self.row_bytes + STREAM_STRETCH, STREAM_STRETCH) if self.streams else 0)
+
+    @property
+    def inbox_rows(self) -> int:
+        """Of two processes, each gets only the other's rows."""
+        return self.rows_per_process if self.world_size == 2 else self.num_ranks
+
+    @property
+    def inboxes_bytes(self) -> int:
+        return self.inbox_rows * self.inbox_row_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.inbox_at + 2 * self.num_ranks * self.inbox_row_bytes
+        return self.inbox_at + 2 * self.inboxes_bytes
 
 
 @dataclass(frozen=True)
@@ -169,18 +184,22 @@ class Message:
         size, width: positions and elements of one.
         extent: positions that one process reads at most.
         longest: positions that one row holds at most.
+        needed: positions of one row that others than its owner read at most.
         in_bytes, out_bytes: of an element.
         move, replicated: bytes are copied, not summed; every process gets the whole result.
+        floats: the elements are of a float dtype.
     """
 
     size: int
     width: int
     extent: int
     longest: int
+    needed: int
     in_bytes: int
     out_bytes: int
     move: bool
     replicated: bool
+    floats: bool = True
 
     @property
     def vector(self) -> int:
@@ -190,9 +209,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a message is launched: chunk by chunk (elements), each over the same tile map; or pushed, in one launch.
+    """How a message is launched: chunk by chunk (elements), each over the same tile map.
 
-    ``producers``: warps of a block that copy or write rows while the others sum.
+    ``producers``: warps of a block that copy, write or push rows while the others sum; 0 where all push, then all sum.
     """
 
     tiles: TileMap
@@ -206,7 +225,9 @@ class Shape:
         return -(-message.size * message.width // self.chunk)
 
 
-def describe_message(plan: ExchangePlan, width: int, in_bytes: int, out_bytes: int, move: bool) -> Message:
+def describe_message(
+    plan: ExchangePlan, width: int, in_bytes: int, out_bytes: int, move: bool, floats: bool = True
+) -> Message:
     """The message of one exchange; a replicated one does not depend on the plan's sources."""
     replicated = is_replicated(plan)
     size = plan.sinks[0][1] if replicated else max(end for _, end in (*plan.sinks, *plan.sources))
@@ -214,9 +235,10 @@ def describe_message(plan: ExchangePlan, width: int, in_bytes: int, out_bytes: i
         raise ValueError(f"size: {size} positions are more than the peer transport can count")
     extent = size if replicated else max(sum(map(length, plan.wanted(g))) for g in range(plan.world_size))
     longest = size if replicated else max(map(length, plan.sources))
+    most = size if replicated else max(length(needed(plan, r, held)) for r, held in enumerate(plan.sources))
     if move:
         width, in_bytes, out_bytes = width * in_bytes, 1, 1
-    return Message(size, width, extent, longest, in_bytes, out_bytes, move, replicated)
+    return Message(size, width, extent, longest, most, in_bytes, out_bytes, move, replicated, floats and not move)
 
 
 def is_replicated(plan: ExchangePlan) -> bool:
@@ -238,15 +260,17 @@ def choose_shape(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: boo
     if two_shot and (m.move or not m.replicated):
         raise ValueError("two_shot: only for a sum that every process gets")
     if two_shot is None and is_pushed(m, layout):
-        total = m.size * m.width
-        return Shape(choose_push_tiles(m, total, layout.max_blocks, tuning), total, False, push=True)
+        return Shape(
+            choose_push_tiles(m, total_of(m), layout.max_blocks, tuning), total_of(m), False, True, producers=0
+        )
     if two_shot is None:
         two_shot = takes_two_shot(m, layout, tuning)
+    if layout.streams and m.floats and not two_shot:
+        return choose_stream(m, layout, tuning)
     write, parts = layout.writes or two_shot, layout.world_size if two_shot else 1
-    total, fits = max(1, m.size * m.width), (layout.row_bytes - 32) // m.in_bytes
+    total, fits = total_of(m), (layout.row_bytes - 32) // m.in_bytes
     tiles = choose_tiles(m, total, parts, layout.max_blocks, tuning, write)
-    one = two_shot or (write and m.extent * m.width * m.in_bytes <= tuning.one_producer_bytes)
-    producers = 1 if one else tuning.producer_warps
+    producers = 1 if two_shot else choose_producers(m, tuning) if write else tuning.producer_warps
     if two_shot:
         fits = min(layout.part_bytes // m.in_bytes * parts - tiles.tile, layout.reduced_bytes // m.out_bytes)
     chunk = total
@@ -254,6 +278,26 @@ def choose_shape(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: boo
         chunk = choose_chunk(total, fits, tiles.tile)
         tiles = choose_tiles(m, chunk, parts, layout.max_blocks, tuning, write)
     return Shape(tiles, chunk, two_shot, write=write, producers=producers)
+
+
+def choose_stream(m: Message, layout: MemoryLayout, tuning: Tuning) -> Shape:
+    """A sum whose rows are pushed while they are summed."""
+    total, tile = total_of(m), STREAM_STRETCH // m.in_bytes
+    fits, chunk = layout.inbox_row_bytes // m.in_bytes, total
+    if total > fits and m.needed * m.width + tile + m.vector > fits:
+        chunk = choose_chunk(total, fits, tile)
+    tiles = choose_push_tiles(m, chunk, layout.max_blocks, tuning, STREAM_STRETCH)
+    return Shape(tiles, chunk, False, push=True, producers=choose_producers(m, tuning))
+
+
+def choose_producers(m: Message, tuning: Tuning) -> int:
+    """Warps of a block that write or stream rows of one round."""
+    return 1 if m.extent * m.width * m.in_bytes <= tuning.one_producer_bytes else tuning.producer_warps
+
+
+def total_of(m: Message) -> int:
+    """Elements of the flat range, at least one."""
+    return max(1, m.size * m.width)
 
 
 def is_pushed(m: Message, layout: MemoryLayout) -> bool:
@@ -303,12 +347,13 @@ def choose_write_tiles(m: Message, chunk: int, parts: int, max_blocks: int, tuni
     return TileMap(stretch, stretches * parts, columns, 1, min(most, tiles))
 
 
-def choose_push_tiles(m: Message, total: int, max_blocks: int, tuning: Tuning) -> TileMap:
-    """A tile is what one warp pushes at a time; as many blocks as there are tiles."""
-    group = PUSH_GROUP // m.in_bytes
-    tiles = -(-total // group)
+def choose_push_tiles(m: Message, chunk: int, max_blocks: int, tuning: Tuning, num_bytes: int = 0) -> TileMap:
+    """A tile is the ``num_bytes`` that one warp pushes at a time (0: a small row's group); as many blocks as tiles."""
+    num_bytes = num_bytes or (FLOAT_GROUP if m.floats else INT_GROUP)
+    tile = num_bytes // m.in_bytes
+    tiles = -(-chunk // tile)
     blocks = min(tuning.blocks, max_blocks, tiles)
-    return TileMap(group, 1, 3, -(-tiles // blocks), blocks)
+    return TileMap(tile, 1, num_bytes // (_WARP * 16), -(-tiles // blocks), blocks)
 
 
 def choose_chunk(total: int, fits: int, tile: int) -> int:
