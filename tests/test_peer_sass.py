@@ -15,7 +15,8 @@ Opcodes = list[str]
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Opcodes]:
-    """Opcodes of each peer kernel and the functions it calls, in the order of their addresses."""
+    """Opcodes of each peer kernel and the functions it calls, in the order of their addresses; kernels that exist for
+    each pair of dtypes with their mangled arguments."""
     status = native.status()
     tool = shutil.which("cuobjdump")
     if status.library is None or tool is None:
@@ -23,7 +24,7 @@ def kernels() -> dict[str, Opcodes]:
     listing = subprocess.run([tool, "-sass", str(status.library)], capture_output=True, text=True, check=True).stdout
     found = {}
     for part in listing.split("Function : ")[1:]:
-        name = re.search(r"peer_(?:push_|two_shot_)?kernel", part.splitlines()[0])
+        name = re.search(r"peer_(?:push_|stream_|two_shot_)?kernel(?:I\w+?LNS_5DTypeE\d)?", part.splitlines()[0])
         if name is not None and name[0] not in found:
             found[name[0]] = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)", part)
     if not found:
@@ -60,9 +61,19 @@ def test_flags_are_acquired(kernels: dict[str, Opcodes]) -> None:
 
 
 def test_a_pushed_word_is_one_access(kernels: dict[str, Opcodes]) -> None:
-    opcodes = kernels["peer_push_kernel"]
-    assert opcodes.count("STG.E.128.STRONG.SYS") == 4 + 2  # a lane's words, and the bounds
-    assert opcodes.count("LDG.E.128.STRONG.SYS") >= 4
+    pushing = {name: opcodes for name, opcodes in kernels.items() if "push" in name or "stream" in name}
+    assert len([name for name in pushing if "stream" in name]) == 11  # pairs of float dtypes
+    assert len([name for name in pushing if "push" in name]) == 11 + 3  # and integers of 2, 4 and 8 bytes
+    for name, opcodes in pushing.items():
+        sent = (
+            4 if re.search(r"kernelI[sil]", name) else 2
+        )  # words of a lane: of integers (short, int, long), or floats
+        if "push" in name:  # a lane's words are sent, those of one or two rows emptied, and the bounds sent
+            rows = 1 if re.search(r"kernelI[dsil]", name) else 2
+            assert opcodes.count("STG.E.128.STRONG.SYS") == sent + rows * sent + 2, name
+            assert opcodes.count("LDG.E.128.STRONG.SYS") == rows * sent + 2, name
+        strong = {opcode for opcode in opcodes if re.match(r"STG\.E.*STRONG", opcode)}
+        assert strong <= {"STG.E.64.STRONG.SYS", "STG.E.128.STRONG.SYS"}, strong
 
 
 def test_peer_data_is_never_read_through_a_cache_that_may_be_stale(kernels: dict[str, Opcodes]) -> None:

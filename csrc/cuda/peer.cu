@@ -1,6 +1,8 @@
 // One collective in one launch: copy in, signal, wait, sum (or move) over peer memory. Protocol: docs/peer.md.
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "peer_block.cuh"
 #include "peer_push.h"
 #include "peer_sum.cuh"
@@ -191,12 +193,20 @@ int peer_launch(PeerCall& call, void* stream) {
   return launch_peer_kernel(peer_kernel, call, call.num_threads, spaces, stream);
 }
 
-// Whether all that the next kernel in a captured stream depends on is one kernel, on a GPU that can overlap the two.
-static bool follows_one_kernel(cudaStream_t stream) {
+// Whether the current GPU can begin a kernel while the one before it in its stream ends.
+static bool can_overlap() {
+  static std::atomic<int> known[64];  // by device: 0 unknown, 1 no, 2 yes
   int device = 0, major = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return false;
-  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess || major < 9)
-    return false;
+  if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= 64) return false;
+  if (known[device] == 0) {
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return false;
+    known[device] = major >= 9 ? 2 : 1;
+  }
+  return known[device] == 2;
+}
+
+// Whether all that the next kernel in a captured stream depends on is one kernel.
+static bool follows_one_kernel(cudaStream_t stream) {
   cudaStreamCaptureStatus status;
   const cudaGraphNode_t* nodes = nullptr;
   size_t count = 0;
@@ -250,7 +260,7 @@ int peer_enqueue(PeerCall& call, int64_t chunk_elements, bool warm, PeerHost& ho
   for (int64_t begin = 0; begin < end; begin += chunk_elements) {
     call.chunk_begin = begin;
     call.chunk_end = begin + chunk_elements < end ? begin + chunk_elements : end;
-    call.overlaps = capturing && follows_one_kernel(stream);
+    call.overlaps = can_overlap() && (!capturing || follows_one_kernel(stream));
     if (const int e = peer_launch(call, stream_handle)) return e;
   }
   if (!capturing) return note_eager_call(host, stream);
