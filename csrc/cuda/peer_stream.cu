@@ -47,10 +47,9 @@ __device__ __forceinline__ void push_whole(const PeerCall& c, int parity, int i,
   }
 }
 
-// Source i's part of a stretch goes to all peers.
-__device__ __forceinline__ void push_stretch(const PeerCall& c, int parity, int i, int stretch) {
+// Source i's part of a stretch goes to all peers, as far as it lies in `range`.
+__device__ __forceinline__ void push_stretch(const PeerCall& c, int parity, int i, Range range, int stretch) {
   const HeldRow& h = c.held[i];
-  const Range range = pushed_part(c, i);
   const int64_t lo = range.begin * c.in_bytes, hi = range.end * c.in_bytes;
   const int64_t begin = c.chunk_begin * c.in_bytes + int64_t(stretch) * kStretchBytes;
   if (begin >= hi || begin + kStretchBytes <= lo) return;
@@ -70,7 +69,8 @@ __device__ __forceinline__ void push_stretches(const PeerCall& c, const Shared& 
 #pragma unroll 1
   for (Deal stretch(c, sent, worker); stretch.next < stretch.end; stretch.next += stretch.step) {
 #pragma unroll 1
-    for (int i = 0; i < c.num_sources; ++i) push_stretch(c, parity_of(s.epoch), i, stretch.next);
+    for (int i = 0; i < c.num_sources; ++i)
+      push_stretch(c, parity_of(s.epoch), i, c.num_sources == 1 ? sent : pushed_part(c, i), stretch.next);
   }
 }
 
