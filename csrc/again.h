@@ -34,15 +34,21 @@ inline bool same_argument(PyObject* a, PyObject* b) {
   return overflows[0] == 0 && overflows[1] == 0 && values[0] == values[1];
 }
 
-// Whether an attribute is that very object.
-inline bool attribute_is(PyObject* object, PyObject* name, const PyObject* expected) {
+// Whether an attribute is that very object: 1, 0, or -1 with an error, as of a mode whose Python runs here.
+inline int attribute_is(PyObject* object, PyObject* name, const PyObject* expected) {
   PyObject* value = PyObject_GetAttr(object, name);
-  if (value == nullptr) {
-    PyErr_Clear();
-    return false;
-  }
+  if (value == nullptr) return -1;
   Py_DecRef(value);  // whoever else holds it still does: only its address counts
   return value == expected;
+}
+
+// Clears the pending error where the long way meets it again, if it is one: false for all others, as an interrupt.
+inline bool forgive() {
+  if (!PyErr_ExceptionMatches(PyExc_RuntimeError) && !PyErr_ExceptionMatches(PyExc_TypeError) &&
+      !PyErr_ExceptionMatches(PyExc_AttributeError))
+    return false;
+  PyErr_Clear();
+  return true;
 }
 
 struct Names {
@@ -68,19 +74,22 @@ inline bool may_begin(PyObject* state) {
          PyDict_Size(PyTuple_GetItem(state, kOpen)) == 0;
 }
 
-// No gradient or tangent is wanted of `x`, and none would be lost by writing to `out` (`x` where nothing is written).
-inline bool needs_no_grad(PyObject* forward_ad, PyObject* x, PyObject* out) {
+// Whether no gradient or tangent is wanted of `x`, and none would be lost by writing to `out` (`x` where nothing is
+// written); as attribute_is.
+inline int needs_no_grad(PyObject* forward_ad, PyObject* x, PyObject* out) {
   const Names& n = names();
   PyObject* level = PyDict_GetItem(forward_ad, n.level);
   int overflow = 0;
-  return level != nullptr && level->type == &PyLong_Type && PyLong_AsLongLongAndOverflow(level, &overflow) < 0 &&
-         (out == x || attribute_is(out, n.requires_grad, &_Py_FalseStruct)) &&
-         (attribute_is(x, n.requires_grad, &_Py_FalseStruct) || !aoti_torch_grad_mode_is_enabled());
+  if (level == nullptr || level->type != &PyLong_Type || PyLong_AsLongLongAndOverflow(level, &overflow) >= 0) return 0;
+  const int fixed = out == x ? 1 : attribute_is(out, n.requires_grad, &_Py_FalseStruct);
+  if (fixed <= 0) return fixed;
+  return aoti_torch_grad_mode_is_enabled() ? attribute_is(x, n.requires_grad, &_Py_FalseStruct) : 1;
 }
 
 // Autograd must notice when it has saved the values that a kernel overwrote.
 inline bool note_write(PyObject* increment_version, PyObject* out) {
   PyObject* written = PyTuple_Pack(1, out);
+  if (written == nullptr) return false;
   PyObject* noted = PyObject_CallFunctionObjArgs(increment_version, written, nullptr);
   Py_DecRef(written);
   if (noted != nullptr) Py_DecRef(noted);
@@ -103,6 +112,7 @@ inline bool add_to_calls(PyObject* agreement, long long count) {
   int overflow = 0;
   if (call == nullptr || call->type != &PyLong_Type) return refuse("shardsum: calls are not counted") != nullptr;
   PyObject* next = PyLong_FromLongLong(PyLong_AsLongLongAndOverflow(call, &overflow) + count);
+  if (next == nullptr) return false;
   const bool added = PyDict_SetItem(agreement, names().call, next) == 0;
   Py_DecRef(next);
   return added;
@@ -119,7 +129,8 @@ inline PyObject* again(PyObject* state, PyObject* const* args, std::ptrdiff_t co
   if (lengths->type != &PyList_Type) return boolean(false);
   for (int i = 0; i < kAgainArguments; ++i)
     if (!same_argument(args[3 + i], PyTuple_GetItem(state, kArguments + i))) return boolean(false);
-  if (!may_begin(state) || !needs_no_grad(PyTuple_GetItem(state, kForwardAd), shard, out)) return boolean(false);
+  const int plain = may_begin(state) ? needs_no_grad(PyTuple_GetItem(state, kForwardAd), shard, out) : 0;
+  if (plain <= 0) return plain == 0 || forgive() ? boolean(false) : nullptr;
   PyObject* agreement = PyTuple_GetItem(state, kAgreement);
   if (!add_to_calls(agreement, 1) || !note_route(state)) return nullptr;
   PyObject* launched = PyObject_CallFunctionObjArgs(PyTuple_GetItem(state, kLaunch), out, shard, lengths, nullptr);

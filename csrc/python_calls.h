@@ -28,6 +28,9 @@ inline Pending take_pending() {
   return taken;
 }
 
+// Whether it is a list, of no more items than anybody has ranks: there is room to read them.
+inline bool is_list(PyObject* object) { return object->type == &PyList_Type && PyList_Size(object) <= 1 << 20; }
+
 // Reads a list of ints: False where anything else is there, also True and 8.0, which an int64_t would take. Nobody
 // writes to the list meanwhile: no Python runs.
 template <class Values>
@@ -84,7 +87,7 @@ inline PyObject* call_with(PyObject*, PyObject* const* args, std::ptrdiff_t coun
   if (count != 6 && count != 7) return refuse("shardsum: call_with takes 6 or 7 arguments");
   PyObject *lengths = args[1], *scale = args[4], *tensors[3] = {args[5], nullptr, nullptr};
   if (count == 7) tensors[1] = args[6];
-  const bool listed = lengths->type == &PyList_Type;
+  const bool listed = is_list(lengths);
   if (!listed && lengths != &_Py_NoneStruct) tensors[count - 5] = lengths;
   Table<int64_t> values(listed ? PyList_Size(lengths) : 0);
   if (listed && !read_ints(lengths, values)) return refuse("shardsum: lengths are not plain ints");
@@ -106,10 +109,11 @@ inline PyObject* call_with(PyObject*, PyObject* const* args, std::ptrdiff_t coun
   return result;
 }
 
-// pack(list): its ints as bytes, 8 each; None where it is no list of plain ints. Tells lists apart as == would not.
+// pack(list): its ints as bytes, 8 each; None where it is no list of plain ints, or a very long one. Tells lists apart
+// as == would not.
 inline PyObject* pack(PyObject*, PyObject* const* args, std::ptrdiff_t count) {
   if (count != 1) return refuse("shardsum: pack takes 1 argument");
-  if (args[0]->type == &PyList_Type) {
+  if (is_list(args[0])) {
     Table<int64_t> values(PyList_Size(args[0]));
     if (read_ints(args[0], values))
       return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(int64_t));

@@ -38,14 +38,16 @@ inline PyObject* usual_sum(PyObject* state, PyObject* const* args, std::ptrdiff_
   const auto item = [state](int i) { return PyTuple_GetItem(state, i); };
   const auto is_tensor = [&](PyObject* o) { return reinterpret_cast<PyObject*>(o->type) == item(kUsualTensor); };
   static PyObject* const is_cpu = PyUnicode_InternFromString("is_cpu");
-  const bool listed = lengths->type == &PyList_Type, allocates = out == none;
+  const bool listed = is_list(lengths), allocates = out == none;
   Pending call;
-  if (!is_tensor(x) || args[5] != none || !(allocates || is_tensor(out)) ||
-      !read_numbers(args[2], args[3], args[4], call) || !needs_no_grad(item(kUsualForwardAd), x, allocates ? x : out))
+  if (!is_tensor(x) || args[5] != none || !(allocates || is_tensor(out)) || !(listed || is_tensor(lengths)) ||
+      !read_numbers(args[2], args[3], args[4], call))
     return new_reference(none);
+  int plain = needs_no_grad(item(kUsualForwardAd), x, allocates ? x : out);
+  if (plain > 0 && !listed) plain = attribute_is(lengths, is_cpu, &_Py_TrueStruct);
   Table<int64_t> values(listed ? PyList_Size(lengths) : 0);
-  if (listed ? !read_ints(lengths, values) : !is_tensor(lengths) || !attribute_is(lengths, is_cpu, &_Py_TrueStruct))
-    return new_reference(none);
+  if (plain > 0 && listed) plain = read_ints(lengths, values);
+  if (plain <= 0) return plain == 0 || forgive() ? new_reference(none) : nullptr;
   if (listed) call.lengths = values.data(), call.num_lengths = values.size();
   PyObject* tensors[4] = {};
   int n = 0;
@@ -56,13 +58,7 @@ inline PyObject* usual_sum(PyObject* state, PyObject* const* args, std::ptrdiff_
   pending = &call;
   PyObject* result = PyObject_CallFunctionObjArgs(op, tensors[0], tensors[1], tensors[2], nullptr);
   pending = nullptr;
-  if (result == nullptr) {
-    if (!PyErr_ExceptionMatches(PyExc_RuntimeError) && !PyErr_ExceptionMatches(PyExc_TypeError) &&
-        !PyErr_ExceptionMatches(PyExc_AttributeError))
-      return nullptr;
-    PyErr_Clear();
-    return new_reference(none);
-  }
+  if (result == nullptr) return forgive() ? new_reference(none) : nullptr;
   if (allocates) return result;
   Py_DecRef(result);
   return note_write(item(kUsualNoteWrite), out) ? new_reference(out) : nullptr;

@@ -110,10 +110,15 @@ for _name, _fallback in (
 ):
     _library.impl(_name, _fallback, "CompositeExplicitAutograd")
 
-# A batch would hide that it requires grad; modes and traces would record what has no fake and no fallback.
+# A batch would hide that it requires grad; modes and traces would record what has no fake and no fallback; where lazy
+# signs are resolved into a copy, nobody sees that it shared memory with `out`.
+_REFUSED = (
+    "CompositeExplicitAutograd", "FuncTorchBatched", "Batched", "Python", "Tracer", "Negative", "Conjugate",
+    "ZeroTensor",
+)  # fmt: skip
 for _name in ("sum_checked", "sum_checked_new"):
     for _form in ("", ".lengths", ".list"):
-        for _key in ("CompositeExplicitAutograd", "FuncTorchBatched", "Batched", "Python", "Tracer"):
+        for _key in _REFUSED:
             _library.impl(_name + _form, _refuse, _key)
         for _key in ("AutogradCPU", "AutogradCUDA"):  # who calls them has looked: the dispatcher need not again
             _library.impl(_name + _form, torch.library.fallthrough_kernel, _key)

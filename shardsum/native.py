@@ -210,10 +210,18 @@ def _load_library() -> Status:
     return Status("native", path, has_cuda, _limit_cpu_isa(path, None), reason)
 
 
+def _objects_are_ordinary() -> bool:
+    """Whether an object is a reference count and a type, as csrc/python.h has it: not in free-threaded builds, nor in
+    those that trace references, nor in other implementations."""
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return False
+    return object.__basicsize__ == 2 * struct.calcsize("P")
+
+
 def _take_functions(library: Path, has_cuda: bool) -> None:
     """The functions of csrc/python_calls.h, which know the objects of an ordinary CPython only."""
     global call_with, pack, are_plain, make_again, make_usual_sum, bind_launch
-    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+    if not _objects_are_ordinary():
         return
     functions = ctypes.PyDLL(str(library))
 

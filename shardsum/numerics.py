@@ -72,7 +72,7 @@ def resolve_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torc
 def check_op(op: str, scale: float | None, dtype: torch.dtype) -> float | None:
     """``scale`` as a float; ValueError unless it is a number, ``op`` is "sum" or "mean", and mean and scale are used on
     floating dtypes only. A Tensor is refused: its gradient would be lost."""
-    if op not in ("sum", "mean"):
+    if not isinstance(op, str) or op not in ("sum", "mean"):  # an array equals a text, too
         raise ValueError(f'op: expected "sum" or "mean", got {op!r}')
     if accumulator_dtype(dtype) == torch.int64 and (op == "mean" or scale is not None):
         what = "mean" if op == "mean" else "scale"

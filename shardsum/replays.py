@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +84,8 @@ class Replays:
             return None
 
     def remember(self, key: Hashable, known: Known) -> None:
+        if not _is_fixed(key):
+            return
         if len(self._known) == _MAX:
             del self._known[next(iter(self._known))]
         self._known[key] = known
@@ -148,6 +151,13 @@ class Replays:
 def _empty(like: Tensor, results: Results) -> list[Tensor]:
     """(A shape in single ints is read in a third of the time.)"""
     return [like.new_empty(*shape, dtype=dtype) for shape, dtype in results]
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether what a call is known by stays as it is: an array or a tensor, which may pass for a size, does not."""
+    if isinstance(value, tuple):
+        return all(map(_is_fixed, value))
+    return value is None or isinstance(value, (Number, str, bytes, type, torch.dtype))
 
 
 def _pack_pairs(values: Any) -> bytes | None:

@@ -93,7 +93,7 @@ def check_reduce(op: str, scale: float | None, dtype: torch.dtype, out_dtype: to
 
 
 def check_grad(grad: str) -> str:
-    if grad not in ("identity", "sum"):
+    if not isinstance(grad, str) or grad not in ("identity", "sum"):
         raise ValueError(f'grad: expected "identity" or "sum", got {grad!r}')
     return grad
 

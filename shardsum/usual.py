@@ -40,6 +40,8 @@ def usual_sum_as(
     x: Tensor, lengths: Any, size: int | None, op: str, scale: float | None, out_dtype: torch.dtype
 ) -> Tensor | None:
     """The same into a new tensor of ``out_dtype``."""
+    if type(out_dtype) is not torch.dtype:  # new_empty would take the type float, too
+        return None
     try:
         out = x.new_empty(x.shape[1:], dtype=out_dtype)
     except (RuntimeError, TypeError):
@@ -51,11 +53,13 @@ def usual_list_sum(
     shards: Any, size: int | None, op: str, scale: float | None, out_dtype: torch.dtype | None, out: Tensor | None
 ) -> Tensor | None:
     """The same for whole shards in a list or tuple."""
-    if _is_dynamo_compiling() or not isinstance(shards, (list, tuple)) or forward_ad._current_level >= 0:
+    if _is_dynamo_compiling() or (type(shards) is not list and type(shards) is not tuple):
+        return None
+    if forward_ad._current_level >= 0:
         return None
     if not native.are_plain(shards, Tensor, "requires_grad" if torch.is_grad_enabled() else None):
         return None
-    if (op != "sum" and op != "mean") or (scale is not None and type(scale) is not float):
+    if type(op) is not str or (op != "sum" and op != "mean") or (scale is not None and type(scale) is not float):
         return None
     if size is not None and (type(size) is not int or size < 0):
         return None

@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,6 +283,19 @@ def compile_with_load() -> bool:
         return x + 1
 
     return torch.compile(step, fullgraph=True, backend="eager")(torch.zeros(2)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("odd", ["implementation", "threads", "traced"])
+def test_objects_that_look_different_are_left_alone(monkeypatch, odd):
+    """In another interpreter, or another build of this one, the operators run without the functions in C."""
+    assert native._objects_are_ordinary()
+    if odd == "implementation":
+        monkeypatch.setattr(native.sys, "implementation", SimpleNamespace(name="pypy"))
+    elif odd == "threads":
+        monkeypatch.setattr(native.sysconfig, "get_config_var", lambda name: {"Py_GIL_DISABLED": 1}.get(name))
+    else:
+        monkeypatch.setattr(native.struct, "calcsize", lambda text: 16)
+    assert not native._objects_are_ordinary()
 
 
 def test_load_is_not_traced(library):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from processes import run_processes
 from torch import Tensor
 from torch.autograd import forward_ad
-from values import assert_same, random_values
+from values import RaisesOnce, assert_same, random_values
 
 from shardsum import ShardGroup, native, reference
 from shardsum.engine import LOCAL_ROUTE
@@ -294,6 +294,18 @@ def test_a_last_call_that_its_launch_refuses_has_not_happened() -> None:
         again.function(X)
 
 
+@pytest.mark.parametrize("turn", [1, 2])
+def test_an_interrupt_before_the_last_call_runs_again_is_raised(turn: int) -> None:
+    """In the Python code of a mode, which looks on while attributes are read; other errors are the long way's."""
+    again = Again()
+    with pytest.raises(KeyboardInterrupt), RaisesOnce(turn, KeyboardInterrupt):
+        again()
+    with RaisesOnce(turn, RuntimeError):
+        assert again() is False
+    assert not again.launched and again.agreement.call == 7
+    assert again() is True
+
+
 def test_the_last_call_is_the_last_of_its_group() -> None:
     calls = Calls(1, X, OUT)
     assert calls.last(X, LENGTHS, OUT) is False
@@ -353,6 +365,12 @@ def _all_reduce_again(rank: int, world_size: int) -> None:
         assert group.stats().route.transport == "peer" and group.stats().sent == 0
         assert agreement.call - before == turn + 1
     assert peers.ways == [way for _, way in turns]
+    for count in (torch.tensor(7), np.array(7)):  # ints that another call may find changed
+        for size in (7, 7, 9):
+            count[...] = size
+            y = group.all_reduce(rows[rank], [6, 4], size=count)
+            assert_same(y, reference.ragged_sum(rows, [0, 0], size, out_dtype=torch.float32))
+            assert peers.ways.pop() == "long"
     agreement.failed = "it was left"
     with pytest.raises(RuntimeError, match="failed earlier"):
         group.all_reduce(rows[rank], lengths, size=7, out=out)
@@ -419,6 +437,17 @@ def test_tensors_elsewhere_go_the_long_way() -> None:
     assert calls.run(calls.call, X, None) is None and not calls.launched
 
 
+def test_what_may_change_is_not_remembered() -> None:
+    calls = Calls(1, X, None)
+    for others in ((Tensor, torch.tensor(7)), (1, (np.array(7),)), [7]):
+        calls.remember(calls.key("all_reduce", X, ([4, 2],), None, others), Known(lambda outs, rows: None, []))
+        assert len(calls) == 1
+    calls.remember(
+        calls.key("all_reduce", X, ([4, 2],), None, (np.int64, np.int64(7), None, _text(0.5))), Known(*2 * [None])
+    )
+    assert len(calls) == 2
+
+
 def test_arguments_that_no_call_takes() -> None:
     calls = Calls(1, X, None)
     odd = calls.key("all_reduce", X, ([4, 2],), None, ([],))
@@ -456,11 +485,12 @@ def test_a_nested_tensor_is_not_known() -> None:
 
 
 def test_a_bound_call_hands_its_bounds_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = peer.PreparedCall(Owner(), None, None, [7, 1, 9], single=True)  # type: ignore[arg-type]
+    owner = Owner()
+    call = peer.PreparedCall(owner, None, None, [7, 1, 9], single=True)  # type: ignore[arg-type]
     ran, plan, out = [], torch.zeros(2), torch.empty(4, 3)
     monkeypatch.setattr(peer, "_bind", lambda *bound: ran.append(bound) or plan)
     monkeypatch.setattr(native, "bind_launch", lambda items: items)
-    assert call.bound([2, 5], out, X, [7, 8]) == (peer._run_bound, plan.data_ptr(), plan)
+    assert call.bound([2, 5], out, X, [7, 8]) == (peer._run_bound, plan.data_ptr(), (plan, owner))
     assert ran[0][0].tolist() == [7, 1, 9] and ran[0][1:] == (2, 5, [7, 8], out, X)
 
 

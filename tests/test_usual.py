@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import struct
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from problems import laid_out, problems
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from values import B0_LENGTHS, B0_SUM, assert_same, b0, random_values
+from values import B0_LENGTHS, B0_SUM, RaisesOnce, assert_same, b0, random_values
 
 import shardsum
 from shardsum import kernels, native, reference, usual
@@ -233,6 +235,71 @@ def test_a_call_amid_a_call_takes_only_its_own_lengths() -> None:
         native.call_with(nested, B0_LENGTHS, -1, False, None, outs[0], x)
     assert (outs[0] == 77).all() and (outs[2] == 77).all()
     assert_same(outs[1], shardsum.ragged_sum(x, (1, 1, 1, 1)))
+
+
+@pytest.mark.parametrize("lengths", [B0_LENGTHS, torch.tensor(B0_LENGTHS)], ids=["list", "tensor"])
+@pytest.mark.parametrize("out", [None, torch.empty(6)], ids=["new", "out"])
+def test_an_interrupt_amid_a_call_is_raised(lengths: Any, out: torch.Tensor | None) -> None:
+    """In the Python code of a mode, at whatever step of the usual call; an error of one step leaves the long way."""
+    x = b0()
+    with RaisesOnce(0, KeyboardInterrupt) as mode:
+        shardsum.ragged_sum(x, lengths, out=out)
+    assert mode.turn >= 2
+    for turn in range(1, mode.turn + 1):
+        with pytest.raises(KeyboardInterrupt), RaisesOnce(turn, KeyboardInterrupt):
+            shardsum.ragged_sum(x, lengths, out=out)
+        with contextlib.suppress(RuntimeError), RaisesOnce(turn, RuntimeError):
+            assert shardsum.ragged_sum(x, lengths, out=out).tolist() == B0_SUM
+
+
+def test_texts_and_types_that_compare_alike() -> None:
+    x, rows = b0(), list(b0())
+    for shards in (x, rows):
+        for kwargs in ({"op": np.array("mean")}, {"out_dtype": float}, {"op": b"sum"}):
+            with pytest.raises(ValueError, match=r"op: |out_dtype: "):
+                shardsum.ragged_sum(shards, **kwargs)
+            with pytest.raises(ValueError, match=r"op: |out_dtype: "):
+                shardsum.ragged_sum(shards, [6] * 4, **kwargs)
+        want = shardsum.ragged_sum(shards, op="mean")
+        assert_same(shardsum.ragged_sum(shards, op=np.str_("mean")), want)
+
+
+class Doubled(list):
+    """A list whose items are others than those it holds."""
+
+    def __getitem__(self, i: Any) -> Any:
+        return 2 * super().__getitem__(i)
+
+    def __iter__(self) -> Any:
+        return (2 * x for x in super().__iter__())
+
+
+def test_lists_of_other_types_are_read_as_python_reads_them() -> None:
+    x = b0()
+    assert_same(shardsum.ragged_sum(Doubled(x)), shardsum.ragged_sum([2 * row for row in x]))
+    assert_same(shardsum.ragged_sum(x, Doubled([1, 0, 3, 2])), shardsum.ragged_sum(x, [2, 0, 6, 4]))
+
+
+def test_an_out_inside_negated_shards_is_refused() -> None:
+    """The dispatcher would resolve the sign into a copy, which shares no memory with `out`."""
+    x = b0()
+    negated, before = torch._neg_view(x), x.clone()
+    for call in (
+        lambda: shardsum.ragged_sum(negated, B0_LENGTHS, out=x[3]),
+        lambda: shardsum.ragged_sum(negated, torch.tensor(B0_LENGTHS), out=x[3]),
+        lambda: shardsum.ragged_sum(list(negated), out=x[3]),
+    ):
+        with pytest.raises(ValueError, match="out: shares memory"):
+            call()
+    assert torch.equal(x, before)
+
+
+def test_far_too_many_lengths() -> None:
+    many = [1] * ((1 << 20) + 1)
+    with pytest.raises(ValueError, match="values for 4 virtual ranks"):
+        shardsum.ragged_sum(b0(), many)
+    with pytest.raises(RuntimeError):
+        native.call_with(kernels.sum_checked, many, -1, False, None, torch.empty(6), b0())
 
 
 def test_arguments_of_a_call_are_told_apart() -> None:

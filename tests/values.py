@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.overrides import TorchFunctionMode
 
 from shardsum import ShardGroup, bits
 
@@ -21,6 +24,20 @@ def ones(
 ) -> list[torch.Tensor]:
     """A shard of ones for each virtual rank that this process hosts."""
     return [torch.ones((rows, *trailing), dtype=dtype) for _ in group.virtual_ranks]
+
+
+class RaisesOnce(TorchFunctionMode):
+    """Raises an error at the ``at``-th of the steps that a mode sees; ``turn`` counts them."""
+
+    def __init__(self, at: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self.at, self.error, self.turn = at, error, 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.turn += 1
+        if self.turn == self.at:
+            raise self.error("by a mode")
+        return function(*args, **(kwargs or {}))
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -112,7 +112,7 @@ class PreparedCall:
         positions of the shard), and where ``lengths``, unless None, are not a list of the ints given here.
         """
         plan = _bind(self._plan, *bounds, lengths, out, shard)
-        return native.bind_launch((_run_bound, plan.data_ptr(), plan))
+        return native.bind_launch((_run_bound, plan.data_ptr(), (plan, self._owner)))  # whose memory it addresses
 
 
 class PeerTransport:
