@@ -109,7 +109,10 @@ class Peers:
     def predict(
         self, plan: ExchangePlan, width: int, in_bytes: int, out_bytes: int, move: bool
     ) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
-        """``(two_shot, egress, ingress)``: bytes from each process to others, and from them to it."""
+        """``(two_shot, egress, ingress)``: bytes of rows and results from each process to others, and from them to it.
+
+        What is read is what its reader wants. What is pushed or written is the hull of what others want of a row, and
+        goes to all of them."""
         owners = self._arguments[1]
         message = peer_plan.describe_message(plan, width, in_bytes, out_bytes, move)
         tuning = Tuning()
@@ -117,6 +120,9 @@ class Peers:
         layout = peer_plan.MemoryLayout(len(owners), plan.world_size, 1, self._hosted, 1 << 20, limit)
         processes = range(plan.world_size)
         if not peer_plan.takes_two_shot(message, layout, tuning):
+            unread = max(tuning.stream_processes, tuning.write_processes)
+            if peer_plan.is_pushed(message, layout) or plan.world_size <= unread:
+                return False, *self._sent_to_all(plan, width * in_bytes)
             egress = tuple(plan.egress(p) * width * in_bytes for p in processes)
             return False, egress, tuple(plan.ingress(p) * width * in_bytes for p in processes)
         others, part = plan.world_size - 1, length(plan.sinks[0]) / plan.world_size
@@ -125,3 +131,9 @@ class Peers:
         read = [(sum(held) - h) / plan.world_size * width * in_bytes for h in held]
         given = [h * others / plan.world_size * width * in_bytes for h in held]
         return True, tuple(int(g + shared) for g in given), tuple(int(r + shared) for r in read)
+
+    def _sent_to_all(self, plan: ExchangePlan, position_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes from each process, and to it, where the needed part of every row goes to all others."""
+        parts = [length(peer_plan.needed(plan, r, held)) * position_bytes for r, held in enumerate(plan.sources)]
+        sent = [sum(parts[r] for r in plan.hosted_sources(p)) for p in range(plan.world_size)]
+        return tuple(n * (plan.world_size - 1) for n in sent), tuple(sum(sent) - n for n in sent)

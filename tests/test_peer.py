@@ -194,6 +194,26 @@ def test_what_is_predicted_is_what_is_launched(world_size: int, rows: int, monke
             assert egress == ((world_size - 1) * rows * size,) * world_size
 
 
+def test_bytes_that_are_predicted_are_those_that_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pushed and written: the hull of what others want, to all of them; read: what each wants."""
+
+    def predicted(world_size: int, owners: tuple[int, ...], size: int, move: bool = False) -> Any:
+        monkeypatch.setattr("shardsum.peers.available", lambda *args: None)
+        monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
+        peers = Peers(None, lambda value: [value], owners, torch.device("cpu"), 1.0)  # type: ignore[arg-type]
+        sinks = intervals_of(split_evenly(size, len(owners)))
+        plan = ExchangePlan(((0, size),) * len(owners), owners, tuple(sinks), owners, world_size)
+        return peers.predict(plan, 1, 2, 2, move)
+
+    # Process 0 wants both ends of process 1's rows, that one the middle of the other's.
+    assert predicted(2, (0, 1, 1, 0), 4000) == (False, (2 * 4000, 2 * 8000), (2 * 8000, 2 * 4000))
+    assert predicted(2, (0, 1, 1, 0), 4 << 20) == (False, (8 << 20, 16 << 20), (16 << 20, 8 << 20))
+    # Three others want three fourths; of inner rows the hull is all.
+    sent = (3 * 2 * 3000, 3 * 2 * 4000, 3 * 2 * 4000, 3 * 2 * 3000)
+    assert predicted(4, (0, 1, 2, 3), 4000) == (False, sent, (2 * 11000, 2 * 10000, 2 * 10000, 2 * 11000))
+    assert predicted(4, (0, 1, 2, 3), 4 << 20) == (False, (6 << 20,) * 4, (6 << 20,) * 4)
+
+
 def test_two_shot_where_it_spares_the_links() -> None:
     assert not any(reduced(2, n) for n in (1 << 10, 1 << 20, 64 << 20))  # two processes: the same bytes either way
     assert not reduced(8, 64 << 10) and reduced(8, 4 << 20)
@@ -269,6 +289,7 @@ def test_bad_tuning_is_refused() -> None:
         dict(producer_warps=8),
         dict(blocks=0),
         dict(producer_warps=6),
+        dict(producer_warps=7, write_processes=1),
         dict(two_shot_bytes={2: 1}),
     ):
         with pytest.raises(ValueError):

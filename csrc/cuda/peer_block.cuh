@@ -190,12 +190,15 @@ __device__ inline uint32_t look_at_stage(const PeerCall& c, const Shared& s, uin
   return least;
 }
 
-// The block's tiles of every output: NaN in every float dtype, -1 in int64.
+// The block's tiles of every output: NaN in every float dtype, -1 in int64. A streamed sum is dealt to the blocks from
+// where its rows begin, not by tiles: whichever block has not done its share fills everything.
 static __device__ __noinline__ void fill_invalid(const PeerCall& c) {
+  const bool all = c.push && c.producer_warps > 0;
+  const int64_t first = all ? 0 : blockIdx.x, step = all ? 1 : c.num_blocks;
   for (int q = 0; q < c.num_outputs; ++q) {
     char* out = static_cast<char*>(c.outputs[q].data);
     const int64_t begin = c.outputs[q].begin * c.width, end = c.outputs[q].end * c.width;
-    for (int64_t tile = blockIdx.x; tile < num_tiles(c); tile += c.num_blocks) {
+    for (int64_t tile = first; tile < num_tiles(c); tile += step) {
       const Range part = clip(tile_range(c, tile), begin, end);
       const int64_t last = (part.end - begin) * c.out_bytes;
       for (int64_t i = (part.begin - begin) * c.out_bytes + threadIdx.x; i < last; i += blockDim.x) out[i] = char(0xff);

@@ -14,6 +14,7 @@ from ..layout import ExchangePlan, Interval, intersect, length
 MAX_RANKS = 64  # kPeerMaxRanks
 MAX_HOSTED = 32  # kPeerMaxHosted
 _WARP = 32
+_STREAM_WARPS = 8  # of a block that streams, whatever ``threads``
 _FLAG_BYTES = 32  # sizeof(RowFlag), sizeof(StageFlag)
 _TILE_ROOM = 1 << 16
 FLOAT_GROUP, INT_GROUP = 1024, 1536  # bytes of a row that one warp pushes at a time: two and three vectors a lane
@@ -29,9 +30,9 @@ class Tuning:
     """Launch shapes and switch points, measured on H200; every process must use the same. docs/peer.md says how.
 
     Attributes:
-        threads: of a block, a multiple of 32 from 96 to 256.
+        threads: of a block, a multiple of 32 from 96 to 256; those that push always have 256.
         blocks: the most of a launch. Also limited by the smallest GPU's multiprocessors: half of what can be resident.
-        producer_warps: warps of a block that copy in, or write, later pieces while the others sum.
+        producer_warps: warps of a block that copy in later pieces, or write or stream rows, while the others sum.
         small_bytes: rows that are read are copied and signalled as one piece up to this size.
         columns, stretches: vectors a lane, and stretches a tile, of larger ones; a tile is a piece.
         two_shot_bytes: how many bytes a two-shot must save on the busiest link to pay for its second round of signals.
@@ -66,6 +67,8 @@ class Tuning:
         others = 3 if self.write_processes > 1 else 1
         if not 1 <= self.producer_warps <= self.threads // _WARP - others:
             raise ValueError(f"producer_warps: {self.producer_warps} of {self.threads // _WARP} leave too few readers")
+        if self.stream_processes > 1 and self.producer_warps > _STREAM_WARPS - 2:  # one sums, one sees to the launch
+            raise ValueError(f"producer_warps: {self.producer_warps} of {_STREAM_WARPS} leave none that sums")
 
     def push_limit(self, world_size: int) -> int:
         return self.push_bytes.get(world_size, self.push_bytes[0])
