@@ -66,6 +66,16 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return binary
 
 
+def _plan_words(rank: int, layout: MemoryLayout, tuning: Tuning, *arguments: Any) -> list[int]:
+    """PeerTransport._words on process ``rank``, without a transport or a GPU."""
+    nothing = SimpleNamespace(data_ptr=lambda: 0)
+    owner = SimpleNamespace(
+        rank=rank, world_size=layout.world_size, layout=layout, tuning=tuning, timeout=1.0, _host=nothing,
+        _control=nothing, _failure=nothing, _table=nothing, _memory=SimpleNamespace(addresses=[0] * layout.world_size),
+    )  # fmt: skip
+    return PeerTransport._words(owner, *arguments, None)  # type: ignore[arg-type]
+
+
 def _words(world_size: int, layout: MemoryLayout, tuning: Tuning, message: Message, call: Any) -> str:
     """One case for the program: every process's plan, then its tensors. Empty if its rows are not pushed."""
     plan, dtype, out_dtype, mean, bounds, on_device, pick = call
@@ -77,13 +87,8 @@ def _words(world_size: int, layout: MemoryLayout, tuning: Tuning, message: Messa
         return ""
     codes = peer._DTYPE_CODES[dtype], peer._DTYPE_CODES[out_dtype]
     words: list[int] = [world_size]
-    nothing = SimpleNamespace(data_ptr=lambda: 0)
     for rank in range(world_size):
-        owner = SimpleNamespace(
-            rank=rank, world_size=world_size, layout=layout, tuning=tuning, timeout=1.0, _host=nothing,
-            _control=nothing, _failure=nothing, _table=nothing, _memory=SimpleNamespace(addresses=[0] * world_size),
-        )  # fmt: skip
-        words += PeerTransport._words(owner, plan, message, shape, codes, mean, None)  # type: ignore[arg-type]
+        words += _plan_words(rank, layout, tuning, plan, message, shape, codes, mean)
         words.append(layout.total_bytes)
     for rank in range(world_size):
         words.append(on_device)
@@ -160,3 +165,13 @@ def test_every_word_is_sent_once_awaited_and_emptied(program: Path) -> None:
     cases = [case for case in (_case(pick) for _ in range(600)) if case]
     done = subprocess.run([program], input="\n".join(cases), capture_output=True, text=True)
     assert done.stdout.strip() == f"{len(cases)} cases" and len(cases) > 300
+
+
+def test_rows_that_have_no_slot_are_refused() -> None:
+    layout, tuning = MemoryLayout(2, 2, 128, 1, 1 << 20, 1 << 16, True, True), Tuning()
+    for owners in ((0, 0), (0, 1, 1)):
+        plan = ExchangePlan(((0, 8),) * len(owners), owners, ((0, 8),) * 2, (0, 1), 2)
+        message = peer_plan.describe_message(plan, 1, 4, 4, False)
+        shape = peer_plan.choose_shape(message, layout, tuning)
+        with pytest.raises(ValueError, match="there is memory for 2, 1 on a process"):
+            _plan_words(0, layout, tuning, plan, message, shape, (2, 2), False)

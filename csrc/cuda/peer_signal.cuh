@@ -4,7 +4,7 @@
 // shared memory), lanes of one warp fence at system scope and store relaxed flags into every peer's memory (release:
 // the fence is cumulative over the barrier). A peer's lane loads the flag with acquire, its warp or block meets at a
 // barrier, and reads the data with relaxed system-scope loads, which no stale L1 line can serve. Flags carry the epoch
-// of their launch and are compared for equality. Small sums need none of this (peer_push.cu).
+// of their launch and are compared for equality. Rows that are pushed need none of this (peer_words.cuh).
 #pragma once
 #include <cstdint>
 

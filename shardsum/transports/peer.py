@@ -88,7 +88,7 @@ class PreparedCall:
         """Run on the current stream. Tensors are contiguous, on the transport's device, one a hosted sink or source.
 
         Args:
-            outs: written; ``(|O_q|, *F)``.
+            outs: written; ``(|O_q|, *F)``. They share no memory with shards, which are read meanwhile.
             shards: at least ``length`` positions each.
             bounds: start and length of each shard, flat. Ignored where ``lengths`` is given:
             starts, lengths: integer tensors on the device, one value a shard, never read by the host; clamped to the
@@ -270,8 +270,8 @@ class PeerTransport:
             two_shot: force an all_reduce's way.
 
         Raises:
-            ValueError: what the transport cannot do: 2**31 positions, more than 32 outputs, a two-shot of anything but
-                a sum that every process gets.
+            ValueError: what the transport cannot do: 2**31 positions, more than 32 outputs, more rows (of all, or of
+                one process) than there are virtual ranks, a two-shot of anything but a sum that every process gets.
         """
         sources = None if peer_plan.is_replicated(plan) else plan.sources
         factor = None if scale is None else struct.pack("<d", scale)  # 0.0 equals -0.0
@@ -299,6 +299,12 @@ class PeerTransport:
             raise ValueError(f"peer transport: more than {peer_plan.MAX_HOSTED} rows or outputs on one process")
         (scale_bits,) = struct.unpack("<q", struct.pack("<d", 1.0 if scale is None else scale))
         t, at = shape.tiles, self.layout
+        most = max(map(plan.source_owners.count, plan.source_owners), default=0)
+        if len(plan.sources) > at.num_ranks or most > at.rows_per_process:
+            raise ValueError(
+                f"peer transport: {len(plan.sources)} rows, {most} on a process; there is memory for {at.num_ranks}, "
+                f"{at.rows_per_process} on a process"
+            )
         places = [plan.source_owners[:r].count(owner) for r, owner in enumerate(plan.source_owners)]
         staging_at, half_bytes, slot_bytes = at.staging_at, at.slots_bytes, at.row_bytes
         own_slots = not shape.write
