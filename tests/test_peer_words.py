@@ -116,6 +116,8 @@ def _case(pick: random.Random) -> str:
     world_size = pick.choice([2, 2, 2, 3, 4])
     num_ranks = pick.choice([world_size, world_size, pick.randrange(world_size, 7)])
     owners = [*range(world_size), *(pick.randrange(world_size) for _ in range(num_ranks - world_size))]
+    if pick.random() < 0.02:
+        num_ranks, owners = 64, [r % world_size for r in range(64)]
     pick.shuffle(owners)
     dtype, out_dtype = pick.choice(_PAIRS)
     width = pick.choice([1, 1, 3, 8, 100])
