@@ -71,6 +71,10 @@ def _make_none(items: Any) -> Callable[..., None]:
     return lambda *args: None
 
 
+def _bind_nothing(items: Any) -> None:
+    return None
+
+
 def _make_never(items: Any) -> Callable[..., bool]:
     return lambda *args: False
 
@@ -86,9 +90,9 @@ call_with: Callable[..., Any] = _first_call_with
 #: ``make_usual_sum(items)``: the function of the usual sum (csrc/usual.h, :mod:`shardsum.usual`); without a native
 #: library it finds all calls unusual.
 make_usual_sum: Callable[[tuple[Any, ...]], Callable[..., Any]] = _make_none
-#: ``bind_launch((operator, address, owner))``: the launch of a bound plan (:mod:`shardsum.transports.peer`); only in a
-#: library with CUDA.
-bind_launch: Callable[[tuple[Any, int, Any]], Callable[..., bool]] = _refuse
+#: ``bind_launch((operator, address, owner))``: the launch of a bound plan (:mod:`shardsum.transports.peer`); None
+#: without a library that brings one.
+bind_launch: Callable[[tuple[Any, int, Any]], Callable[..., bool] | None] = _bind_nothing
 #: ``make_again(items)``: the function that runs a known collective again (csrc/again.h, :mod:`shardsum.calls`).
 make_again: Callable[[tuple[Any, ...]], Callable[..., bool]] = _make_never
 #: ``pack(values)``: a list of ints that fit into 64 bits as bytes; None for anything else. (This one until the native

@@ -87,7 +87,7 @@ class Peers:
         lengths: Sequence[int] = (),
     ) -> tuple[Callable[[Sequence[Tensor], Sequence[Tensor]], None], Launch | None]:
         """``launch(outs, shards)`` of such an exchange with nothing left to decide; and, where there is one of either,
-        :meth:`PreparedCall.bound` of it, which looks at its tensors and is known by ``lengths``."""
+        perhaps :meth:`PreparedCall.bound` of it, which looks at its tensors and is known by ``lengths``."""
         first, rank = shards[0], self.transport.rank
         prepared = self.transport.prepare(plan, first.shape[1:].numel(), first.dtype, outs[0].dtype, op, scale)
         held = [plan.sources[r] for r in plan.hosted_sources(rank)]

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import struct
 import time
 import traceback
 import warnings
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+import shardsum
 from shardsum import building, kernels, native, reference
 
 if shutil.which("g++") is None:
@@ -88,6 +90,20 @@ def load_and_sum(ahead_of_time: str | None = None) -> dict[str, Any]:
     }
 
 
+def sum_without_functions(ahead_of_time: str) -> str:
+    """The usual calls where Python's objects are not those that the library's functions know."""
+    native._AHEAD_OF_TIME, native._objects_are_ordinary = Path(ahead_of_time), lambda: False
+    x, lengths = torch.randn(4, 50, 3), [50, 20, 0, 31]
+    want = reference.ragged_sum([x[r, :n] for r, n in enumerate(lengths)], [0] * 4, 50, out_dtype=torch.float32)
+    for form in (lengths, torch.tensor(lengths)):
+        assert torch.equal(shardsum.ragged_sum(x, form), want)
+        assert torch.equal(shardsum.ragged_sum(x, form, out=torch.empty(50, 3)), want)
+    assert torch.equal(shardsum.ragged_sum([x[r, :n] for r, n in enumerate(lengths)]), want)
+    assert native.pack(lengths) == struct.pack("4q", *lengths) and native.pack([True]) is None
+    assert native.make_again((1,) * 15)(x, lengths) is False and native.bind_launch((None, 0, None)) is None
+    return native.status().backend
+
+
 def _mapped_libraries() -> list[str]:
     """The native libraries in this process's memory."""
     files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
@@ -119,6 +135,10 @@ def test_native_loads_the_library(library):
     assert seen["status"].backend == "native" and seen["warnings"] == []
     assert seen["mapped"] == [str(library)]
     assert seen["status"].cpu_isa in ("avx512", "avx2", "baseline")
+
+
+def test_a_library_runs_without_its_functions(library):
+    assert run({"SHARDSUM_BACKEND": "native"}, sum_without_functions, str(library)) == "native"
 
 
 def test_native_without_a_compiler_is_an_error(nowhere):

@@ -103,9 +103,10 @@ class PreparedCall:
             self._owner.check()
             raise
 
-    def bound(self, bounds: Sequence[int], out: Tensor, shard: Tensor, lengths: Sequence[int] = ()) -> Launch:
+    def bound(self, bounds: Sequence[int], out: Tensor, shard: Tensor, lengths: Sequence[int] = ()) -> Launch | None:
         """``launch(out, shard, lengths)``: this call, always with these bounds, in less of the host's time. For one
-        source and one sink on this process (:attr:`single`).
+        source and one sink on this process (:attr:`single`). None where Python's objects are others than
+        those of csrc/python.h.
 
         The launch returns False, and has done nothing, where its tensors are not on the GPU, not contiguous, share
         memory, need lazy signs resolved, or differ from ``out`` or ``shard`` in dtype or shape (except for further
