@@ -1,7 +1,7 @@
 // A collective that has run before, again (shardsum/calls.py), without a line of Python of its own: after a launch the
 // interpreter's code and data are out of the caches, and each of its steps costs three times what a loop shows.
 #pragma once
-#include "python_calls.h"
+#include "python_looks.h"
 
 namespace shardsum {
 
@@ -22,45 +22,15 @@ enum AgainItem {
 };
 constexpr int kAgainArguments = 5;
 
-// Equal and of the same type, for what equals only its like; False for most else, which is no error.
-inline bool same_argument(PyObject* a, PyObject* b) {
-  if (a == b) return true;
-  if (a->type != b->type) return false;
-  if (a->type == &PyUnicode_Type) return PyObject_RichCompareBool(a, b, Py_EQ) == 1;
-  if (a->type != &PyLong_Type) return false;
-  int overflows[2] = {};
-  const long long values[2] = {PyLong_AsLongLongAndOverflow(a, &overflows[0]),
-                               PyLong_AsLongLongAndOverflow(b, &overflows[1])};
-  return overflows[0] == 0 && overflows[1] == 0 && values[0] == values[1];
-}
-
-// Whether an attribute is that very object: 1, 0, or -1 with an error, as of a mode whose Python runs here.
-inline int attribute_is(PyObject* object, PyObject* name, const PyObject* expected) {
-  PyObject* value = PyObject_GetAttr(object, name);
-  if (value == nullptr) return -1;
-  Py_DecRef(value);  // whoever else holds it still does: only its address counts
-  return value == expected;
-}
-
-// Clears the pending error where the long way meets it again, if it is one: false for all others, as an interrupt.
-inline bool forgive() {
-  if (!PyErr_ExceptionMatches(PyExc_RuntimeError) && !PyErr_ExceptionMatches(PyExc_TypeError) &&
-      !PyErr_ExceptionMatches(PyExc_AttributeError))
-    return false;
-  PyErr_Clear();
-  return true;
-}
-
 struct Names {
-  PyObject *failed, *wary, *call, *last, *own_failed, *sent, *received, *level, *requires_grad, *zero;
+  PyObject *failed, *wary, *call, *last, *own_failed, *sent, *received, *zero;
 };
 
 inline const Names& names() {
-  static const Names names{PyUnicode_InternFromString("failed"),        PyUnicode_InternFromString("wary"),
-                           PyUnicode_InternFromString("call"),          PyUnicode_InternFromString("last"),
-                           PyUnicode_InternFromString("_failed"),       PyUnicode_InternFromString("sent"),
-                           PyUnicode_InternFromString("received"),      PyUnicode_InternFromString("_current_level"),
-                           PyUnicode_InternFromString("requires_grad"), PyLong_FromLongLong(0)};
+  static const Names names{PyUnicode_InternFromString("failed"),   PyUnicode_InternFromString("wary"),
+                           PyUnicode_InternFromString("call"),     PyUnicode_InternFromString("last"),
+                           PyUnicode_InternFromString("_failed"),  PyUnicode_InternFromString("sent"),
+                           PyUnicode_InternFromString("received"), PyLong_FromLongLong(0)};
   return names;
 }
 
@@ -72,28 +42,6 @@ inline bool may_begin(PyObject* state) {
          PyDict_GetItem(agreement, n.wary) == &_Py_FalseStruct &&
          PyDict_GetItem(PyTuple_GetItem(state, kWire), n.own_failed) == &_Py_NoneStruct &&
          PyDict_Size(PyTuple_GetItem(state, kOpen)) == 0;
-}
-
-// Whether no gradient or tangent is wanted of `x`, and none would be lost by writing to `out` (`x` where nothing is
-// written); as attribute_is.
-inline int needs_no_grad(PyObject* forward_ad, PyObject* x, PyObject* out) {
-  const Names& n = names();
-  PyObject* level = PyDict_GetItem(forward_ad, n.level);
-  int overflow = 0;
-  if (level == nullptr || level->type != &PyLong_Type || PyLong_AsLongLongAndOverflow(level, &overflow) >= 0) return 0;
-  const int fixed = out == x ? 1 : attribute_is(out, n.requires_grad, &_Py_FalseStruct);
-  if (fixed <= 0) return fixed;
-  return aoti_torch_grad_mode_is_enabled() ? attribute_is(x, n.requires_grad, &_Py_FalseStruct) : 1;
-}
-
-// Autograd must notice when it has saved the values that a kernel overwrote.
-inline bool note_write(PyObject* increment_version, PyObject* out) {
-  PyObject* written = PyTuple_Pack(1, out);
-  if (written == nullptr) return false;
-  PyObject* noted = PyObject_CallFunctionObjArgs(increment_version, written, nullptr);
-  Py_DecRef(written);
-  if (noted != nullptr) Py_DecRef(noted);
-  return noted != nullptr;
 }
 
 // What Engine.begin notes. A call by peers moves no bytes that are counted, so behind one of the same route nothing
@@ -129,8 +77,9 @@ inline PyObject* again(PyObject* state, PyObject* const* args, std::ptrdiff_t co
   if (lengths->type != &PyList_Type) return boolean(false);
   for (int i = 0; i < kAgainArguments; ++i)
     if (!same_argument(args[3 + i], PyTuple_GetItem(state, kArguments + i))) return boolean(false);
-  const int plain = may_begin(state) ? needs_no_grad(PyTuple_GetItem(state, kForwardAd), shard, out) : 0;
+  const int plain = needs_no_grad(PyTuple_GetItem(state, kForwardAd), shard, out);
   if (plain <= 0) return plain == 0 || forgive() ? boolean(false) : nullptr;
+  if (!may_begin(state)) return boolean(false);
   PyObject* agreement = PyTuple_GetItem(state, kAgreement);
   if (!add_to_calls(agreement, 1) || !note_route(state)) return nullptr;
   PyObject* launched = PyObject_CallFunctionObjArgs(PyTuple_GetItem(state, kLaunch), out, shard, lengths, nullptr);

@@ -3,6 +3,7 @@
 // Python has checked shapes, dtypes and devices and raised its own errors; the checks here only keep a wrong call
 // from reading foreign memory. (Except those of checked.h, which check everything.) PyTorch's stable ABI alone is used,
 // so one library serves torch 2.11 and later.
+#include "again.h"
 #include "checked.h"
 #include "usual.h"
 

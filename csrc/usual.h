@@ -1,16 +1,11 @@
 // The usual ragged_sum (shardsum/usual.py) without a line of Python between the user's call and the dispatcher.
 #pragma once
-#include "again.h"
+#include "python_looks.h"
 
 namespace shardsum {
 
 // The tuple that the function is made of.
 enum UsualItem { kUsualTensor, kUsualForwardAd, kUsualNoteWrite, kInto, kIntoLengths, kNew, kNewLengths, kUsualItems };
-
-inline PyObject* new_reference(PyObject* object) {
-  Py_IncRef(object);
-  return object;
-}
 
 // The call's numbers; false where one is not what it usually is.
 inline bool read_numbers(PyObject* size, PyObject* op, PyObject* scale, Pending& call) {
