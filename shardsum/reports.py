@@ -19,7 +19,7 @@ class Stats:
 
     Attributes:
         route: the transport taken, and the bytes that every process sends and receives by its plan.
-        sent, received: bytes this process handed to and took from the backend.
+        sent, received: bytes this process handed to and took from the backend; 0 for peer, whose kernels move rows.
     """
 
     route: Route
