@@ -478,8 +478,20 @@ def test_a_launch_that_looks_itself_may_refuse() -> None:
 
 
 def test_the_peer_launch_refuses_what_is_not_on_a_gpu() -> None:
-    for out, shard in ((X, X), (X, X.to_sparse()), (X.to_sparse(), X), (X.to("meta"), X.to("meta"))):
-        assert peer._run_bound(out, shard) is False
+    nested = [torch.nested.nested_tensor([X, X], layout=layout) for layout in (torch.strided, torch.jagged)]
+    zeros, quantized = torch._efficientzerotensor(X.shape), torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
+    for odd in (X, X.to_sparse(), X.to_sparse_csr(), X.to_mkldnn(), X.to("meta"), *nested, zeros, quantized):
+        assert peer._run_bound(X, odd) is False and peer._run_bound(odd, X) is False
+
+
+@pytest.mark.parametrize("transform", ["functionalize", "grad", "vmap", "jvp"])
+def test_the_peer_launch_refuses_what_a_transform_wraps(transform: str) -> None:
+    def refused(x: Tensor) -> Tensor:
+        assert peer._run_bound(x, x) is False
+        return x.sum()
+
+    function, x = getattr(torch.func, transform), torch.ones(3)
+    function(refused, (x,), (x,)) if transform == "jvp" else function(refused)(x.repeat(2, 1))
 
 
 def test_a_nested_tensor_is_not_known() -> None:

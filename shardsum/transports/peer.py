@@ -35,9 +35,12 @@ _library.define(
 )
 _library.define("peer_bind(Tensor plan, int start, int length, int[] lengths, Tensor out, Tensor shard) -> Tensor")
 _library.define("peer_run_bound(Tensor(a!) out, Tensor shard) -> bool")
-# Not on a GPU; lazy signs, of which a launch knows nothing; a batch that hides its size; modes and traces, which would
-# record what has no fake.
-for _key in ("CompositeExplicitAutograd", "Negative", "Conjugate", "FuncTorchBatched", "Batched", "Python", "Tracer"):
+# Not on a GPU; nested; lazy signs and zeros, of which a launch knows nothing; a batch that hides its size; modes and
+# traces, which would record what has no fake. An error, as of a key without a kernel, would end the group.
+for _key in (
+    "CompositeExplicitAutograd", "AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA", "Negative", "Conjugate",
+    "ZeroTensor", "Functionalize", "FuncTorchBatched", "Batched", "Python", "Tracer",
+):  # fmt: skip
     _library.impl("peer_run_bound", lambda out, shard: False, _key)
 _library.impl("peer_run_bound", torch.library.fallthrough_kernel, "AutogradCUDA")  # who calls it has looked
 # OpOverload.__call__ only forwards to _op.
