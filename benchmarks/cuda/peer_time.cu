@@ -7,8 +7,8 @@
 // bf16, R = G = 2, CUDA graphs of many calls over rotating buffers, the slower GPU; every variant is verified. Options:
 // way (copy: read by the peer after copying in; zero: without; push; write; read, store: plain loads from or stores to
 // the peer, the link's own rate; empty: a kernel that does nothing), bytes, threads, blocks, columns (vectors a lane),
-// stretches (a tile), tiles (a piece, 0: all), producers, overlap (of launches), first, second (percent of positions
-// that each process holds).
+// stretches (a tile), tiles (a piece, 0: all), producers (of push: 0 pushes, then sums), overlap (of launches), first,
+// second (percent of positions that each process holds).
 #include <cstdint>
 
 #ifdef TRACE

@@ -8,7 +8,8 @@
 // The last argument keeps to one of the ways in which rows travel. Exit code 0: all equal. Built with
 // -DSHARDSUM_PEER_MUTANT=n (1 no parity, 2 flag before data, 3 stale epoch, 4 ranks reversed) it must be 1, whatever
 // the way; and of the ways that have it, with 5 (reading: no barrier after zero-copy), 6 (two-shot: sums announced
-// before they are written), 7 (pushing: words are not emptied).
+// before they are written), 7 (pushing: words are not emptied). Pushed are small sums and, in half of the calls, large
+// ones of floats, which are summed while they come.
 #include <cstdint>
 
 namespace shardsum {
