@@ -1,7 +1,7 @@
 // Times of calls over peer memory: two processes' launches from one program, on two GPUs or on one.
 //
 //   nvcc -std=c++17 -O3 -arch=sm_90 -fmad=false benchmarks/cuda/peer_time.cu -o peer_time
-//   ./peer_time way=push,bytes=65536 way=write,bytes=16777216,columns=8,stretches=4,first=50,second=50 ...
+//   ./peer_time way=push,bytes=65536,producers=0 way=write,bytes=16777216,columns=8,stretches=4,first=50,second=50 ...
 //   ... -DTRACE: also the cycles from the start of a block to the points of the kernel (block 0, mean over launches)
 //
 // bf16, R = G = 2, CUDA graphs of many calls over rotating buffers, the slower GPU; every variant is verified. Options:

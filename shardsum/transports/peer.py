@@ -202,7 +202,7 @@ class PeerTransport:
 
         Collective and host-synchronous; every process passes the same shape and dtype. A row is read in place where its
         address, and the bytes from position 0 to both its ends, are multiples of 16; else it is copied like any other.
-        Where rows are written to their readers (two processes, or two rounds) that saves nothing. The memory is kept
+        Where rows are pushed or written to their readers (two processes, or two rounds) that saves nothing. The memory is kept
         until the transport is closed.
 
         Raises:
