@@ -202,8 +202,8 @@ class PeerTransport:
 
         Collective and host-synchronous; every process passes the same shape and dtype. A row is read in place where its
         address, and the bytes from position 0 to both its ends, are multiples of 16; else it is copied like any other.
-        Where rows are pushed or written to their readers (two processes, or two rounds) that saves nothing. The memory is kept
-        until the transport is closed.
+        Where rows are pushed or written to their readers (two processes, or two rounds) that saves nothing. The memory
+        is kept until the transport is closed.
 
         Raises:
             RuntimeError: there are 64 such tensors already.
