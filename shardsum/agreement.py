@@ -49,8 +49,9 @@ def compare(statements: Mapping[int, Mapping[str, Any]]) -> str | None:
     for process, statement in sorted(statements.items()):
         if statement["name"] != first["name"]:
             return f"process {base} calls {first['name']}, process {process} calls {statement['name']}"
-        for field in {**first["signature"], **statement["signature"]}:
-            ours, theirs = first["signature"].get(field), statement["signature"].get(field)
+        mine, other = first["signature"], statement["signature"]
+        for field in sorted({**mine, **other}, key=lambda field: field not in mine or field not in other):
+            ours, theirs = mine.get(field), other.get(field)
             if ours != theirs:
                 return f"{first['name']}: {field} differs: process {base} has {ours}, process {process} has {theirs}"
     return None
@@ -210,7 +211,11 @@ class Agreement:
                 if elsewhere and not work.is_completed():
                     self.failed = f"{name}: process {elsewhere[0]} did not pass its row counts as the others did"
                     self._state(name, {"lengths": "counted"}, None)
+                    self._tell_failure(name, "not all passed row counts")
                     self._collect(name)
+                gone = self._failed_before(others)
+                if gone and not work.is_completed():
+                    raise RuntimeError(f"process {gone[0]} has failed before")
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"no row counts from every process within {self.timeout.total_seconds():g} s")
         except RuntimeError as error:
@@ -231,10 +236,10 @@ class Agreement:
         """The error to raise when a transfer failed: who failed, who is elsewhere, who is silent. Not collective."""
         if self.world_size == 1:
             return RuntimeError(f"{name}: {error}")
-        mine = {"call": self.call, "name": name, "error": str(error).splitlines()[0][:300]}
+        reason = str(error).splitlines()[0][:300]
         others: dict[int, Any] = {}
         try:
-            self._store.set(f"failed/{self.rank}", json.dumps(mine))
+            self._tell_failure(name, reason)
             deadline = time.monotonic() + min(_GRACE_S, self.timeout.total_seconds())
             while len(others) < self.world_size - 1 and time.monotonic() < deadline:
                 others.update(self._seen(set(range(self.world_size)) - {self.rank} - set(others)))
@@ -245,15 +250,14 @@ class Agreement:
         silent = sorted(set(range(self.world_size)) - {self.rank} - set(others))
         if silent:
             lines.append(f"no word from process {', '.join(map(str, silent))}: dead, silent or in another call")
-        self.failed = f"{name} (call {self.call}) on process {self.rank} failed: {mine['error']}; " + "; ".join(lines)
+        self.failed = f"{name} (call {self.call}) on process {self.rank} failed: {reason}; " + "; ".join(lines)
         return RuntimeError(self.failed)
 
     def leave(self, name: str, error: BaseException) -> None:
         """Tell the others that this process left a call in its middle (an interrupt). Returns at once."""
         if self.world_size > 1 and self.failed is None:
             self.failed = f"{name} (call {self.call}) on process {self.rank} was left by {error!r}"
-            mine = {"call": self.call, "name": name, "error": f"left by {error!r}"[:300]}
-            self._store.set(f"failed/{self.rank}", json.dumps(mine))
+            self._tell_failure(name, f"left by {error!r}")
 
     def _seen(self, processes: set[int]) -> dict[int, str]:
         """What other processes said of their failure, or of this very call."""
@@ -266,6 +270,16 @@ class Agreement:
                 said = json.loads(self._store.get(f"{self.call}/{p}"))
                 found[p] = f"is in {said['name']} {said['error'] or said['signature']}"
         return found
+
+    def _tell_failure(self, name: str, error: str) -> None:
+        """Say that this process has failed the group. It states nothing any more."""
+        said = {"call": self.call, "name": name, "error": error[:300]}
+        self._store.set(f"failed/{self.rank}", json.dumps(said))
+
+    def _failed_before(self, processes: Sequence[int]) -> list[int]:
+        """Those who have failed and said nothing of this call, so never will. (In this order: they state first.)"""
+        said = [p for p in processes if self._store.check([f"failed/{p}"])]
+        return [p for p in said if not self._store.check([f"{self.call}/{p}"])]
 
     def _state(self, name: str, signature: Signature, error: str | None, info: Any = None) -> None:
         statement = {"name": name, "signature": dict(signature), "error": error, "info": info}
@@ -289,6 +303,8 @@ class Agreement:
                 if time.monotonic() > deadline:
                     who, waited = ", ".join(map(str, missing)), self.timeout.total_seconds()
                     raise self.explain(name, TimeoutError(f"process {who} did not come within {waited:g} s"))
+                if gone := self._failed_before(missing):
+                    raise self.explain(name, RuntimeError(f"process {gone[0]} has failed before"))
                 time.sleep(pause)  # polling: a wait in the store would hold up an error that another one states
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:

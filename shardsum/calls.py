@@ -143,7 +143,7 @@ class Runner:
         """A request whose sources start at 0, from lengths of any form. This process's own errors come before: where
         lengths are counted, the others take part in the transfer from here on."""
         form, values = classify_lengths(lengths, self.num_virtual_ranks, self.virtual_ranks, hosted[0].device)
-        signature |= {"size": size, "lengths": form, **describe_rows(hosted)}
+        signature = {**describe_rows(hosted), **signature, "size": size, "lengths": form}
         if signature.get("grad") != "identity":
             signature["requires grad"] = needs_grad(hosted)  # all take part in the backward, or none
         request = Request(name, hosted, None, (), "", Reduce("sum", None, hosted[0].dtype), "", signature)
@@ -362,7 +362,7 @@ class Runner:
             check()
         except ValueError as error:
             raise self.agreement.refuse(terms.name, error) from error
-        signature = {"grad": terms.grad, "bounds": bounds, **describe_reduce(terms.reduce), **describe_rows([first])}
+        signature = {**describe_rows([first]), "grad": terms.grad, "bounds": bounds, **describe_reduce(terms.reduce)}
         self.agreement.agree(terms.name, signature)
 
     def end_badly(self, name: str, error: BaseException) -> None:

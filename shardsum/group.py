@@ -383,7 +383,7 @@ class ShardGroup:
                 lengths = [e - b for b, e in sources]
                 check_lengths(lengths, hosted, self.virtual_ranks, None)
                 rows = narrow(hosted, lengths, self.virtual_ranks)
-            signature = {"size": end, **describe_reduce(reduce), **describe_rows(hosted)}
+            signature = {**describe_rows(hosted), "size": end, **describe_reduce(reduce)}
             signature |= {"in_intervals": sources, "out_intervals": sinks, "requires grad": needs_grad(hosted)}
             return Request("exchange", rows, sources, sinks, "vv", reduce, "sum", signature, end)
 

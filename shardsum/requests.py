@@ -69,9 +69,9 @@ def hosted_shards(shards: Shards, hosted: Sequence[int], device: torch.device | 
             )
         else:
             shards = list(shards.unbind(0))
-    shards = check_shards(shards, hosted)
-    if len(shards) != k:
+    if isinstance(shards, (list, tuple)) and shards and len(shards) != k:
         raise ValueError(f"shards: {len(shards)} shards, but this process hosts {k} virtual ranks {list(hosted)}")
+    shards = check_shards(shards, hosted)
     if device is not None and shards[0].device != device:
         raise ValueError(f"shards: on {shards[0].device}, but the group exchanges tensors on {device}")
     return shards

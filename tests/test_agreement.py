@@ -27,7 +27,7 @@ DISAGREEMENTS: dict[str, tuple[Callable, Callable, str]] = {
     "dtype": (
         lambda g: g.all_reduce(ones(g), [2] * 4),
         lambda g: g.all_reduce(ones(g, dtype=torch.bfloat16), [2] * 4),
-        "has torch.float32, process 2 has torch.bfloat16",
+        "all_reduce: dtype differs: process 0 has torch.float32, process 2 has torch.bfloat16",
     ),
     "trailing shape": (
         lambda g: g.reduce_scatter(ones(g, trailing=(3,)), [2] * 4),
@@ -58,6 +58,11 @@ DISAGREEMENTS: dict[str, tuple[Callable, Callable, str]] = {
         lambda g: g.all_reduce(ones(g)),
         lambda g: g.all_reduce(ones(g), [2] * 4),
         "lengths",
+    ),
+    "forms of lengths": (
+        lambda g: g.all_reduce(ones(g), [2] * 4),
+        lambda g: g.all_reduce(ones(g)),
+        "all_reduce: lengths differs: process 0 has [2, 2, 2, 2], process 2 has counted",
     ),
     "a length too long": (
         lambda g: g.all_reduce(ones(g), [2] * 4),
@@ -151,6 +156,25 @@ def test_check_always_catches_it_on_a_cached_signature(name: str) -> None:
 def test_counted_lengths_catch_it_on_every_call(name: str) -> None:
     messages = run_processes(disagree, 3, name, "first", True)
     assert len(set(messages)) == 1 and DISAGREEMENTS[name][2] in messages[0], messages
+
+
+def call_a_failed_group(rank: int, world_size: int, lengths: list | None) -> str:
+    """Process 2 alone passes row counts, or is the one that does not; then all call again."""
+    group = ShardGroup(3, timeout=20)
+    odd = None if lengths else [2] * 3
+    with pytest.raises(ValueError, match="lengths differs"):
+        group.all_reduce(ones(group), odd if rank == 2 else lengths)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        group.all_reduce(ones(group, rows=3), None if lengths is None else [3] * 3)
+    assert time.monotonic() - started < 10, "long before the timeout"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("lengths", [[2] * 3, None])
+def test_a_call_of_a_group_that_failed_elsewhere_ends_at_once(lengths: list | None) -> None:
+    for message in run_processes(call_a_failed_group, 3, lengths):
+        assert "not all passed row counts" in message or "did not pass its row counts" in message, message
 
 
 def go_on_after_an_error(rank: int, world_size: int, bad: str, then: str) -> list[str]:

@@ -203,6 +203,7 @@ def test_results_have_storage_of_their_own() -> None:
 
 BAD = [
     (lambda g: g.all_reduce([torch.ones(2)] * 3), "3 shards, but this process hosts 4"),
+    (lambda g: g.all_reduce([torch.ones(2)] * 5), "5 shards, but this process hosts 4"),
     (lambda g: g.all_reduce(torch.ones(3, 2)), r"hosts 4 virtual ranks"),
     (lambda g: g.all_reduce([torch.ones(2)] * 4, [1, 2, 3, 1]), "virtual rank 2 has 3, but its shard holds 2"),
     (lambda g: g.all_reduce([torch.ones(2)] * 4, [1, 2, -3, 1]), "virtual rank 2 has -3"),
