@@ -1,8 +1,8 @@
 // The operators of shardsum/kernels.py for CPU and CUDA tensors: arguments in, one row table out to a kernel.
 //
 // Python has checked shapes, dtypes and devices and raised its own errors; the checks here only keep a wrong call
-// from reading foreign memory. (Except those of checked.h, which check everything.) PyTorch's stable ABI alone is used,
-// so one library serves torch 2.11 and later.
+// from reading foreign memory. (Except those of checked.h, which check everything.) PyTorch's stable ABI and CPython's
+// are all that is used, so one library serves torch 2.11 and Python 3.10, and later ones.
 #include "again.h"
 #include "checked.h"
 #include "usual.h"

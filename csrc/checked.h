@@ -100,14 +100,10 @@ int64_t list_shards(TensorListArg& shards, const Finish& finish, Table<Row>& tab
 }
 
 inline void check_apart(const SumArgs& args, const Row* rows) {
-  const auto out = reinterpret_cast<uintptr_t>(args.out);
-  const uintptr_t out_end = out + args.size * args.width * element_size(args.out_dtype);
-  for (int64_t r = 0; r < args.num_rows; ++r) {
-    const auto row = reinterpret_cast<uintptr_t>(rows[r].data);
-    const uintptr_t row_end = row + rows[r].end * element_size(args.in_dtype);
-    STD_TORCH_CHECK(row == row_end || out == out_end || row >= out_end || out >= row_end,
+  const int64_t out_bytes = args.size * args.width * element_size(args.out_dtype);
+  for (int64_t r = 0; r < args.num_rows; ++r)
+    STD_TORCH_CHECK(!overlap(args.out, out_bytes, rows[r].data, rows[r].end * element_size(args.in_dtype)),
                     "shardsum: out shares memory with shard ", r);
-  }
 }
 
 // sum_checked.list(Tensor(a!) out, Tensor[] shards) -> (); size -1: the longest shard's

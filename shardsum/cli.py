@@ -8,7 +8,6 @@ interrupted run that saved its checkpoint.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from argparse import ArgumentError
@@ -106,9 +105,9 @@ def _build(options: Namespace) -> int:
 
 
 def _bench(arguments: list[str]) -> int:
-    if importlib.util.find_spec(f"{__package__}.bench") is None:
-        raise ValueError("bench: the benchmarks are not part of this installation")
-    return importlib.import_module(f"{__package__}.bench").main(arguments)
+    from . import bench
+
+    return bench.main(arguments)
 
 
 _COMMANDS = {"doctor": _doctor, "train": _train, "compare": _compare, "build": _build}

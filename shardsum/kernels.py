@@ -15,11 +15,11 @@ sum_masked         mask is bool ``(R, size)``, or int32 words ``(R, ceil(size / 
 
 Two more are for the usual call with as little of the host's time as possible: ``sum_checked`` is ``sum_padded``
 without starts into any ``out``, and ``sum_checked_new`` allocates the result. They take tensors alone, which cost the
-dispatcher least, and run only through ``native.call_with(operator, lengths, size, mean, scale, *tensors)``, which hands
-them the rest. ``lengths`` are a list, or a CPU int64 tensor (``_lengths``). ``_list`` takes whole shards, all from
-position 0, ``lengths`` None, and ``size`` positions of ``out`` (-1: the longest shard's; the others ignore it). They
-check everything themselves except gradients, raise a RuntimeError that says little where a call is bad or unusual, and
-have no fallback.
+dispatcher least, and run only through ``native.make_usual_sum``'s function or ``native.call_with(operator, lengths,
+size, mean, scale, *tensors)``, which hand them the rest. ``lengths`` are a list, or a CPU int64 tensor (``_lengths``).
+``_list`` takes whole shards, all from position 0, and ``lengths`` None. ``size`` are the positions of ``out``, -1 for
+the longest shard's or x's, which have to be these (``sum_checked_new_list`` ignores it). They check everything
+themselves except gradients, raise a RuntimeError that says little where a call is bad or unusual, and have no fallback.
 
 The native library, once loaded, registers CPU (and CUDA) kernels that take precedence over the fallback here.
 """

@@ -7,10 +7,10 @@ Nothing happens at import. :func:`load` is called before the first operator and 
 * ``SHARDSUM_BACKEND=auto``    (default) loads it, or warns once and runs in plain torch.
 
 A library comes from one of two places. ``shardsum/_native.so``, built ahead of time by :func:`build`, is taken when
-it was built from the sources that stand beside it, whatever torch is installed (it uses PyTorch's stable ABI only).
-Otherwise it is built at first use into ``$SHARDSUM_CACHE`` (default ``~/.cache/shardsum``), under a name that is a hash
-of sources, flags, torch, compilers and architectures; an operating-system lock makes other processes wait, and is
-released when a building process dies.
+it was built from the sources that stand beside it, whatever torch and Python are installed (it uses their stable ABIs
+only). Otherwise it is built at first use into ``$SHARDSUM_CACHE`` (default ``~/.cache/shardsum``), under a name that is
+a hash of sources, flags, torch, compilers and architectures; an operating-system lock makes other processes wait, and
+is released when a building process dies.
 """
 
 from __future__ import annotations
