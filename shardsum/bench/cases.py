@@ -37,10 +37,6 @@ class Case:
         profile = f"random {self.fill:g}" if self.profile == "random" else self.profile
         return f"{self.operation} {profile} {self.dtype} R={self.num_ranks} {self.size}x{self.width}"
 
-    @property
-    def padded_bytes(self) -> int:
-        return self.num_ranks * self.size * self.width * DTYPES[self.dtype].itemsize
-
 
 def lengths_of(case: Case) -> list[int]:
     """Valid positions of every virtual rank.
