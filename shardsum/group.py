@@ -25,7 +25,7 @@ own are its shards, lengths of forms (b) and (c), ``out`` and ``async_op``.
 Errors: bad input is a ValueError with the same sentence on every process, before data moves (at the first use of a
 signature, or always with ``check="always"``); where several processes pass bad input, each of them names its own. A
 process that dies or does not come is a RuntimeError within the timeout that names it; the group cannot be used
-afterwards.
+afterwards, nor where some processes passed lengths of form (b) and others did not (a ValueError all the same).
 """
 
 from __future__ import annotations

@@ -127,8 +127,9 @@ class PeerTransport:
         owners: the process of every virtual rank; at most 64 ranks, at most 32 on a process.
         device: this process's GPU.
         timeout: seconds that a kernel waits for another process before it fails the group.
-        staging_bytes: staging for the rows of one process (taken twice); larger messages take several launches.
-            Default: 64 MiB; 128 MiB with more than two processes, whose launches are longer.
+        staging_bytes: staging for the rows of one process; larger messages take several launches. The symmetric memory
+            is a multiple of it (:attr:`.peer_plan.MemoryLayout.total_bytes`). Default: 64 MiB; 128 MiB with more than
+            two processes, whose launches are longer.
         tuning: launch shapes and switch points.
         gather: all processes' values of a small object (:mod:`.peer_memory`); default ``all_gather_object``.
 
