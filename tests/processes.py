@@ -1,6 +1,6 @@
 """Run a function in G processes: gloo by fork with one thread a child (twenty times faster than spawn), or NCCL by
-spawn with one GPU a process ("cpu:gloo" is gloo by spawn). Neither CUDA nor the threads that autograd keeps for GPUs
-survive a fork: once this process has used a GPU, all of it is by spawn."""
+spawn with one GPU a process ("cpu:gloo" is gloo by spawn). Neither CUDA nor the threads that autograd keeps for GPUs,
+from the first backward on, survive a fork: where there is a GPU, all of it is by spawn."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_processes(
             (world_size, folder, timeout, backend, fn, args),
             nprocs=world_size,
             join=False,
-            start_method="fork" if backend == "gloo" and not torch.cuda.is_initialized() else "spawn",
+            start_method="fork" if backend == "gloo" and not torch.cuda.is_available() else "spawn",
         )
         for process in context.processes:
             process.join(timeout + 30)

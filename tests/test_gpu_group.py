@@ -132,7 +132,7 @@ def known_calls(rank: int, world_size: int) -> tuple[int, int]:
 @marked
 def test_known_calls() -> None:
     for by_key, last in run_processes(known_calls, 2, backend="nccl", timeout=150):
-        assert by_key > 50 and last > 50
+        assert by_key > 100 and last > 20
 
 
 @marked
