@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
+from .transports import departures
+
 Signature = Mapping[str, Any]
 
 _instances: Counter[tuple[int, ...]] = Counter()
@@ -203,6 +205,7 @@ class Agreement:
         mine = torch.tensor(row, dtype=torch.int64, device="cpu")
         everyone = torch.empty(self.world_size * len(row), dtype=torch.int64, device="cpu")
         deadline = time.monotonic() + self.timeout.total_seconds()
+        departures.note(everyone, mine)
         try:
             work = self.side._allgather_base(everyone, mine)
             while not self._wait_work(work):

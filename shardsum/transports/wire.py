@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import departures
+
 #: ``(out, input, group=, async_op=)``; torch 2.13 renamed it.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -59,16 +61,20 @@ class Wire:
         moved = mine.numel() * mine.element_size() * (self.world_size - 1)
         self.traffic.sent += moved
         self.traffic.received += moved
-        return all_gather_single(as_bytes(out), as_bytes(mine), group=self.group, async_op=True)
+        everyone, own = as_bytes(out), as_bytes(mine)
+        departures.note(everyone, own)
+        return all_gather_single(everyone, own, group=self.group, async_op=True)
 
     def all_to_all(self, out: Tensor, mine: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> dist.Work:
         """Start the exchange of uneven parts of flat tensors; splits in elements, by process, nothing for oneself."""
         itemsize = mine.element_size()
         self.traffic.sent += mine.numel() * itemsize
         self.traffic.received += out.numel() * itemsize
+        received, sent = as_bytes(out), as_bytes(mine)
+        departures.note(received, sent)
         return dist.all_to_all_single(
-            as_bytes(out),
-            as_bytes(mine),
+            received,
+            sent,
             [n * itemsize for n in out_splits],
             [n * itemsize for n in in_splits],
             group=self.group,
