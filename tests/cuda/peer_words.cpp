@@ -107,12 +107,16 @@ const PeerCall& call_of(int process) { return processes[process].plan.call; }
 
 // Bits that look like an empty word, where an element is to be a NaN.
 template <class T>
-void put(char* to, int value) {
-  T v = T(float(value));
-  if (value < 0) std::memset(&v, 0xff, sizeof(v));
+void put(char* to, double value) {
+  T v;
+  if constexpr (accumulates_in_float_v<T>)
+    v = T(float(value));
+  else
+    v = T(value);
+  if (std::isnan(value)) std::memset(&v, 0xff, sizeof(v));  // it looks like an empty word
   std::memcpy(to, &v, sizeof(v));
 }
-void put_element(DType dtype, char* to, int value) {
+void put_element(DType dtype, char* to, double value) {
   dispatch(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if constexpr (!std::is_same_v<T, Bool>) put<T>(to, value);
@@ -223,11 +227,17 @@ void launch(int64_t begin, int64_t end, uint32_t epoch) {
 
 struct Given {
   int64_t begin, end;  // positions, clamped
-  std::vector<int> values;
+  std::vector<double> values;
 };
 
-int value_of(int rank, int64_t i) {
-  return (i * 2654435761ull + rank * 40503u) % 61 == 0 ? -1 : int((i * 7 + rank) % 3);
+// Of integers, 1 to 3. Of floats, NaNs and numbers of both signs and of magnitudes that no fp32 sum holds at once, so
+// that its order and precision show (each fits every float dtype).
+double value_of(int rank, int64_t i, bool floats) {
+  const uint64_t h = (i * 2654435761ull + rank * 40503ull) * 0x9e3779b97f4a7c15ull >> 32;
+  if (!floats) return double(1 + h % 3);
+  if (h % 61 == 0) return NAN;
+  const int exponents[] = {14, 3, -12};
+  return std::ldexp(h & 64 ? 1.0 : -1.0, exponents[h / 128 % 3]) * double(1 + h / 512 % 3);
 }
 
 // The shards and outputs of process g; rows[r] is set for its ranks.
@@ -250,8 +260,7 @@ void make_tensors(int g, std::vector<Given>& rows) {
     row.begin = min(max(start, int64_t(0)), c.size);
     row.end = min(row.begin + min(max(length, int64_t(0)), capacity), c.size);
     for (int64_t e = 0; e < elements; ++e) {
-      const int value = value_of(source.rank, e);
-      row.values.push_back(floats ? value : value + 1);
+      row.values.push_back(value_of(source.rank, e, floats));
       put_element(c.in_dtype, data + e * c.in_bytes, row.values.back());
     }
   }
@@ -271,18 +280,21 @@ void compare(const std::vector<Given>& rows, int64_t first, int64_t last) {
     for (int q = 0; q < c.num_outputs; ++q) {
       const int64_t begin = c.outputs[q].begin * c.width;
       for (int64_t e = max(begin, first); e < min(c.outputs[q].end * c.width, last); ++e) {
-        int sum = 0, count = 0;
-        bool nan = false;
+        double sum = 0;
+        int count = 0;
+        const bool single = int(c.in_dtype) < 3;  // accumulates in fp32
         for (const Given& row : rows) {
           if (e < row.begin * c.width || e >= row.end * c.width) continue;
-          const int value = row.values[e - row.begin * c.width];
-          sum += value, ++count, nan |= value < 0;
+          sum += row.values[e - row.begin * c.width], ++count;
+          if (single) sum = float(sum);  // of two floats in double, rounded: their fp32 sum
         }
+        if (c.mean && count > 0) sum = single ? double(float(sum) / float(count)) : sum / count;
+        char rounded[16];
+        put_element(c.out_dtype, rounded, sum);
         const char* at = static_cast<const char*>(c.outputs[q].data) + (e - begin) * c.out_bytes;
         if (dead_block >= 0 && std::all_of(at, at + c.out_bytes, [](char b) { return b == char(0xff); })) continue;
         const double found = get_element(c.out_dtype, at);
-        const double expected = !c.mean ? sum : count > 0 ? float(sum) / float(count) : 0;
-        REQUIRE(nan ? std::isnan(found) : found == expected,
+        REQUIRE(std::isnan(sum) ? std::isnan(found) : found == get_element(c.out_dtype, rounded),
                 dead_block < 0 ? "a result is not the sum" : "a result is neither the sum nor marked");
       }
     }
