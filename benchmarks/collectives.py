@@ -29,9 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardsum import ShardGroup, bits, reference
-from shardsum.bench.collective_cases import packed_documents
-from shardsum.layout import Interval, intervals_of, split_evenly
+from shardsum import ShardGroup
+from shardsum.core import bits, reference
+from shardsum.core.layout import Interval, intervals_of, split_evenly
+from shardsum.tools.bench.collective_cases import packed_documents
 
 
 @dataclass

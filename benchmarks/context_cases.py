@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardsum import ShardGroup, bits, context_parallel_attention, reference
-from shardsum.attention import attend_chunk
-from shardsum.documents import ChunkPlan, plan_chunks
-from shardsum.layout import ExchangePlan, intersect, length, owners_of
+from shardsum import ShardGroup, context_parallel_attention
+from shardsum.core import bits, reference
+from shardsum.core.layout import ExchangePlan, intersect, length, owners_of
+from shardsum.training.attention import attend_chunk
+from shardsum.training.documents import ChunkPlan, plan_chunks
 
 BF16 = torch.bfloat16
 SEED = 14  # of the documents: of the draws that share_of_padded compares, one close to the mean in every case

@@ -41,8 +41,8 @@ import torch.distributed as dist
 from context_cases import BF16, Case, Padded, Shardsum, TorchContextParallel, packed_borders, share_of_padded
 from torch import Tensor
 
-from shardsum.bench.rows import environment
-from shardsum.bench.timing import Processes, Timing, turns
+from shardsum.tools.bench.rows import environment
+from shardsum.tools.bench.timing import Processes, Timing, turns
 
 MOST_ERROR = 2e-2  # a few times what bf16 loses here
 

@@ -10,7 +10,7 @@ loop      out.zero_(), then out[:length_r] += x[r, :length_r] for every rank
 compile   torch.compile of out.copy_((x * m).sum(0))
 copy      dst.copy_(src) of as many bytes (half read, half written): the ceiling to compare rates with
 
-Every variant's result is compared with shardsum.reference: ours bit for bit, the baselines within rounding.
+Every variant's result is compared with shardsum.core.reference: ours bit for bit, the baselines within rounding.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardsum import bits, masked_sum, native, ragged_sum, reference
-from shardsum.bench.rows import environment
-from shardsum.bench.timing import Timing, take_turns
+from shardsum import masked_sum, ragged_sum
+from shardsum.core import bits, reference
+from shardsum.native import loader as native
+from shardsum.tools.bench.rows import environment
+from shardsum.tools.bench.timing import Timing, take_turns
 
 BASELINES = ("eager", "loop", "compile")
 

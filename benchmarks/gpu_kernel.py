@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 
-from shardsum import native
-from shardsum.bench import local
-from shardsum.bench.baselines import Baselines
-from shardsum.bench.cases import DTYPES, SEED, Case, lengths_of
-from shardsum.bench.jobs import Bench
-from shardsum.bench.rows import Report, Row, environment
+from shardsum.native import loader as native
+from shardsum.tools.bench import local
+from shardsum.tools.bench.baselines import Baselines
+from shardsum.tools.bench.cases import DTYPES, SEED, Case, lengths_of
+from shardsum.tools.bench.jobs import Bench
+from shardsum.tools.bench.rows import Report, Row, environment
 
 PARTS = ("large", "small", "masked", "modes")
 LEAST_BYTES = 100e6

@@ -29,9 +29,12 @@ from pathlib import Path
 
 import torch
 
-from shardsum import building, kernels, native, reference
-from shardsum.bench.rows import environment
-from shardsum.bench.timing import take_turns
+from shardsum.core import reference
+from shardsum.local import kernels
+from shardsum.native import builder as building
+from shardsum.native import loader as native
+from shardsum.tools.bench.rows import environment
+from shardsum.tools.bench.timing import take_turns
 
 SIZE, LENGTHS = 20, [8, 12, 10, 18]
 VARIANTS = ("empty", "mask tensor", "constant memory", "compiled bits", "arguments")

@@ -34,11 +34,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardsum import ShardGroup, bits, native, ragged_sum, reference
-from shardsum.bench.rows import environment
-from shardsum.bench.symmetric import Symmetric
-from shardsum.bench.timing import Processes, Timing, turns
-from shardsum.launcher import launched
+from shardsum import ShardGroup, ragged_sum
+from shardsum.core import bits, reference
+from shardsum.native import loader as native
+from shardsum.tools.bench.rows import environment
+from shardsum.tools.bench.symmetric import Symmetric
+from shardsum.tools.bench.timing import Processes, Timing, turns
+from shardsum.tools.launcher import launched
 
 Calls = dict[str, Callable[[], Any]]
 BURST = 20  # calls before the GPU is waited for

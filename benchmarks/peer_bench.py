@@ -30,9 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric
 
-from shardsum import bits, kernels, native, reference
-from shardsum.layout import ExchangePlan, Interval, intervals_of, split_evenly
-from shardsum.transports.peer import PeerTransport, Tuning
+from shardsum.core import bits, reference
+from shardsum.core.layout import ExchangePlan, Interval, intervals_of, split_evenly
+from shardsum.local import kernels
+from shardsum.native import loader as native
+from shardsum.transports.peer.transport import PeerTransport, Tuning
 
 WIDTH = 512  # bf16 elements a position: 1 KiB
 SIZES = [1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]

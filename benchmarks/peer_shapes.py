@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardsum import bits, native, reference
-from shardsum.launcher import launched
-from shardsum.layout import ExchangePlan, intervals_of, owners_of, split_evenly
-from shardsum.transports.peer import PeerTransport
+from shardsum.core import bits, reference
+from shardsum.core.layout import ExchangePlan, intervals_of, owners_of, split_evenly
+from shardsum.native import loader as native
+from shardsum.tools.launcher import launched
+from shardsum.transports.peer.transport import PeerTransport
 
 WIDTH, MIB, CALLS = 512, 1 << 20, 10
 

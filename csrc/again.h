@@ -1,4 +1,4 @@
-// A collective that has run before, again (shardsum/calls.py), without a line of Python of its own: after a launch the
+// A collective that has run before, again (shardsum/group/calls.py), without a line of Python of its own: after a launch the
 // interpreter's code and data are out of the caches, and each of its steps costs three times what a loop shows.
 #pragma once
 #include "python_looks.h"

@@ -1,4 +1,4 @@
-// The operators of shardsum/kernels.py for CPU and CUDA tensors: arguments in, one row table out to a kernel.
+// The operators of shardsum/local/kernels.py for CPU and CUDA tensors: arguments in, one row table out to a kernel.
 //
 // Python has checked shapes, dtypes and devices and raised its own errors; the checks here only keep a wrong call
 // from reading foreign memory. (Except those of checked.h, which check everything.) PyTorch's stable ABI and CPython's
@@ -151,7 +151,7 @@ STABLE_TORCH_LIBRARY_IMPL(shardsum, CUDA, m) {
 
 #define SHARDSUM_EXPORT extern "C" __attribute__((visibility("default"), used))
 
-// Read from the file by shardsum/native.py: which sources, built for which architectures.
+// Read from the file by shardsum/native/loader.py: which sources, built for which architectures.
 SHARDSUM_EXPORT const char shardsum_build[] = "shardsum-build:" SHARDSUM_BUILD ";";
 
 SHARDSUM_EXPORT int shardsum_has_cuda() {
@@ -162,7 +162,7 @@ SHARDSUM_EXPORT int shardsum_has_cuda() {
 #endif
 }
 
-// Builtin functions for shardsum/native.py, each a new reference.
+// Builtin functions for shardsum/native/loader.py, each a new reference.
 #define SHARDSUM_FUNCTION(name)                                                \
   SHARDSUM_EXPORT PyObject* shardsum_##name() {                                \
     static PyMethodDef method{#name, &shardsum::name, METH_FASTCALL, nullptr}; \

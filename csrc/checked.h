@@ -1,4 +1,4 @@
-// The operators sum_checked and sum_checked_new of shardsum/kernels.py: their checks are all there are, and an error
+// The operators sum_checked and sum_checked_new of shardsum/local/kernels.py: their checks are all there are, and an error
 // sends Python to its own. What is no tensor is pending (python_calls.h).
 #pragma once
 #include "python_calls.h"

@@ -1,6 +1,6 @@
 // The part of CPython's stable ABI (3.10 and later) that python_calls.h uses, declared here since Python's own headers
 // are not installed everywhere where Python is. Not for builds whose objects look different (free-threaded, or tracing
-// references): shardsum/native.py does not ask for the functions there.
+// references): shardsum/native/loader.py does not ask for the functions there.
 #pragma once
 #include <cstddef>
 

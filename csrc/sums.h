@@ -34,7 +34,7 @@ inline DType dtype_of(const TensorView& tensor) {
   STD_TORCH_CHECK(false, "shardsum: dtype code ", code, " has no native kernel");
 }
 
-// The table of shardsum/numerics.py.
+// The table of shardsum/core/numerics.py.
 inline bool can_return(DType in, DType out) {
   switch (in) {
     case DType::kFloat16:

@@ -1,4 +1,4 @@
-// The usual ragged_sum (shardsum/usual.py) without a line of Python between the user's call and the dispatcher.
+// The usual ragged_sum (shardsum/local/usual.py) without a line of Python between the user's call and the dispatcher.
 #pragma once
 #include "python_looks.h"
 

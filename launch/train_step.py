@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from shardsum import ShardGroup, context_parallel_attention
-from shardsum.hooks import HookState, ddp_comm_hook
+from shardsum.training.hooks import HookState, ddp_comm_hook
 
 DIM, HEADS, LENGTH = 64, 4, 256
 

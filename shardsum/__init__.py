@@ -1,15 +1,17 @@
 """Ragged sharded reductions for sequence-parallel training: the same bits on any number of processes."""
 
-from . import hooks
-from .attention import context_parallel_attention
-from .bits import first_difference
-from .group import ShardGroup
-from .nn import MaskedSum
-from .ops import masked_sum, ragged_sum
+from .core import bits
+from .core.bits import first_difference
+from .local.functional import masked_sum, ragged_sum
+from .local.module import MaskedSum
+from .training import hooks
+from .training.attention import context_parallel_attention
+from .training.shard_group import ShardGroup
 
 __all__ = [
     "MaskedSum",
     "ShardGroup",
+    "bits",
     "context_parallel_attention",
     "first_difference",
     "hooks",

@@ -1,6 +1,6 @@
 """``python -m shardsum`` and ``torchrun -m shardsum``."""
 
-from .cli import main
+from .tools.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from hypothesis import strategies as st
-from values import FLOATS, INTEGERS, random_values
 
-from shardsum.numerics import resolve_out_dtype
+from shardsum.core.numerics import resolve_out_dtype
+from tests.values import FLOATS, INTEGERS, random_values
 
 
 @st.composite

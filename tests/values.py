@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from shardsum import ShardGroup, bits
+from shardsum import ShardGroup
+from shardsum.core import bits
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.uint32]

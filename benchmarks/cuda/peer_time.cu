@@ -35,10 +35,10 @@ __device__ inline void trace(int point) {
 #include <string>
 #include <vector>
 
-#include "../../csrc/cuda/peer.cu"
-#include "../../csrc/cuda/peer_push.cu"
-#include "../../csrc/cuda/peer_stream.cu"
-#include "../../csrc/cuda/peer_two_shot.cu"
+#include "../../csrc/peer/peer.cu"
+#include "../../csrc/peer/peer_push.cu"
+#include "../../csrc/peer/peer_stream.cu"
+#include "../../csrc/peer/peer_two_shot.cu"
 
 #define CHECK(call)                                                                         \
   do {                                                                                      \

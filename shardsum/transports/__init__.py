@@ -1,8 +1,8 @@
 """How shards reach the processes that sum them. Each module holds one transport; :mod:`.base` says what one is.
 
-To add a transport, write such a module and name its class in :data:`TRANSPORTS`: the engine (:mod:`shardsum.engine`)
-sums or copies the rows it yields with the same kernel as all others. Peer memory (:mod:`.peer`) yields no rows, since
-it moves and sums in one launch, and stands apart.
+To add a transport, write such a module and name its class in :data:`TRANSPORTS`: the executor
+(:mod:`shardsum.group.executor`) sums or copies the rows it yields with the same kernel as all others. Peer memory
+(:mod:`.peer`) yields no rows, since it moves and sums in one launch, and stands apart.
 
     local       views of the shards in place                                  one process
     gather      padded (R, S_MAX, *F) buffer by all_gather                    small, or nearly even shards

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..layout import ExchangePlan, Segment, length
+from ..core.layout import ExchangePlan, Segment, length
 from .base import Pending, rows_of_sink
 from .wire import Wire
 

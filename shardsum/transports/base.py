@@ -9,7 +9,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layout import ExchangePlan
+from ..core.layout import ExchangePlan
 from .wire import Wire
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..layout import ExchangePlan, length
+from ..core.layout import ExchangePlan, length
 from .base import Pending, rows_of_sink
 from .wire import Wire
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..layout import ExchangePlan
+from ..core.layout import ExchangePlan
 from .base import Pending, rows_of_sink
 from .wire import Wire
 

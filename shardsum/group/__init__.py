@@ -1,0 +1,1 @@
+"""Virtual ranks on processes: the collectives, their plans, and agreement between processes."""

@@ -1,0 +1,1 @@
+"""The native library: building it (:mod:`.builder`), finding and loading it (:mod:`.loader`)."""

@@ -1,0 +1,191 @@
+"""``shardsum compare``: the same bits on every backend and transport that runs here, or in two run folders.
+
+Every process makes the shards of all R virtual ranks from the seed, so each computes the definition
+(:mod:`shardsum.core.reference`) for itself and holds every path against it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..core import bits, layout, reference
+from ..local.functional import ragged_sum
+from ..native import loader as native
+from ..training.shard_group import ShardGroup
+from .launcher import gather_bytes, launched
+
+_TIMEOUT = 60.0
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
+_Path = Callable[[list[Tensor], str], Tensor]  # the shards of all R virtual ranks, op -> (size, features)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """One ragged sum."""
+
+    num_virtual_ranks: int = 4
+    """R."""
+    size: int = 20
+    """Positions of the sum, S_MAX."""
+    lengths: list[int] | None = None
+    """Valid positions of each virtual rank, R of them; default: size for every rank."""
+    features: int = 96
+    """Features of a position in the random shards."""
+    seed: int = 0
+    """Of the random shards."""
+    placement: Literal["contiguous", "zigzag"] = "contiguous"
+    """Which process hosts which virtual rank."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to compute."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_virtual_ranks", "features"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.size < 0:
+            raise ValueError(f"size: expected 0 or more, got {self.size}")
+        if self.lengths is not None and len(self.lengths) != self.num_virtual_ranks:
+            raise ValueError(f"lengths: {len(self.lengths)} of them for {self.num_virtual_ranks} virtual ranks")
+        for r, n in enumerate(self.lengths or ()):
+            if not 0 <= n <= self.size:
+                raise ValueError(f"lengths: virtual rank {r} has {n}, not in [0, size = {self.size}]")
+
+
+def compare_paths(config: CompareConfig) -> int:
+    """Print the reduced row, every path's verdict and the hash; 0 when all are the same bits. Collective."""
+    with launched(config.device, _TIMEOUT) as device:
+        return _Comparison(config, device).run()
+
+
+class _Comparison:
+    """A ragged sum and its mean, in several dtypes, by every path; the same on every process."""
+
+    def __init__(self, config: CompareConfig, device: torch.device) -> None:
+        self.config = config
+        self.lengths = config.lengths or [config.size] * config.num_virtual_ranks
+        self.device = device
+        self.group = self._group("auto")
+        self.inputs = [self._random_shards(dtype) for dtype in _DTYPES]
+        self.expected = self._results(self._reference)
+
+    def run(self) -> int:
+        numbers = [10 * (r + 1) + torch.arange(n, device=self.device) for r, n in enumerate(self.lengths)]
+        row = self._all_reduce(self.group, numbers, "sum")
+        self._print(f"x[r, j] = 10 (r + 1) + j, lengths {self.lengths}, summed over {len(self.lengths)} virtual ranks:")
+        self._print(" ".join(str(value) for value in row.tolist()))
+        same = [self._verdict(name, path) for name, path in self._paths()]
+        self._print(f"hash {bits.digest(*self.expected)}" if all(same) else "the paths above differ")
+        return 0 if all(same) else 1
+
+    def _print(self, line: str) -> None:
+        if self.group.rank == 0:
+            print(line, flush=True)
+
+    def _paths(self) -> Iterator[tuple[str, _Path | str]]:
+        """Names, and what computes them or why it cannot."""
+        yield "one process, torch", self._reference
+        status = native.status()
+        yield "one process, native", self._local if status.backend == "native" else status.reason
+        several = ("gather", "all_to_all", "peer")
+        for transport in several if self.group.world_size > 1 else ("local",):
+            try:
+                group = self._group(transport)
+            except (ValueError, RuntimeError) as error:
+                yield transport, str(error)
+                continue
+            yield f"{transport}, all_reduce", partial(self._all_reduce, group)
+            yield f"{transport}, reduce_scatter", partial(self._reduce_scatter, group)
+
+    def _verdict(self, name: str, path: _Path | str) -> bool:
+        if isinstance(path, str):
+            self._print(f"{name:<28} does not run here: {' '.join(path.split())}")
+            return True
+        found = self._results(path)
+        own = bits.digest(*found)
+        digests = {digest.hex() for digest in gather_bytes(self.group, bytes.fromhex(own))}
+        same = digests == {bits.digest(*self.expected)}
+        self._print(f"{name:<28} {'the same bits' if same else 'OTHER BITS'}")
+        for i, (a, b) in enumerate(zip(found, self.expected)):
+            difference = bits.first_difference(a, b)
+            if difference is not None:
+                print(f"process {self.group.rank}, {name}, result {i}: {difference}", file=sys.stderr)
+        return same
+
+    def _results(self, path: _Path) -> list[Tensor]:
+        ops = [(shards, op) for shards in self.inputs for op in ("sum", "mean")]
+        return [path(shards, op) for shards, op in ops if op == "sum" or shards[0].is_floating_point()]
+
+    def _random_shards(self, dtype: torch.dtype) -> list[Tensor]:
+        """Values over many orders of magnitude, so that another order of adding gives other bits."""
+        generator = torch.Generator().manual_seed(self.config.seed)
+        shards = []
+        for n in self.lengths:
+            shape = (n, self.config.features)
+            values = torch.randn(shape, generator=generator) * torch.exp(6 * torch.randn(shape, generator=generator))
+            shards.append(values.to(dtype).to(self.device))
+        return shards
+
+    def _reference(self, shards: list[Tensor], op: str) -> Tensor:
+        starts = [0] * len(shards)
+        return reference.ragged_sum(shards, starts, self.config.size, op=op, out_dtype=shards[0].dtype)
+
+    def _local(self, shards: list[Tensor], op: str) -> Tensor:
+        return ragged_sum(shards, size=self.config.size, op=op)
+
+    def _all_reduce(self, group: ShardGroup, shards: list[Tensor], op: str) -> Tensor:
+        hosted = [shards[v] for v in group.virtual_ranks]
+        return group.all_reduce(hosted, self.lengths, size=self.config.size, op=op)
+
+    def _reduce_scatter(self, group: ShardGroup, shards: list[Tensor], op: str) -> Tensor:
+        hosted = [shards[v] for v in group.virtual_ranks]
+        parts = group.reduce_scatter(hosted, self.lengths, size=self.config.size, op=op)
+        return group.all_gather(parts, layout.split_evenly(self.config.size, group.num_virtual_ranks))
+
+    def _group(self, transport: str) -> ShardGroup:
+        return ShardGroup(
+            self.config.num_virtual_ranks,
+            placement=self.config.placement,
+            transport=transport,
+            device=self.device,
+            timeout=timedelta(seconds=_TIMEOUT),
+        )
+
+
+def compare_runs(a: str, b: str) -> int:
+    """Print the first difference of the checkpoints of two run folders; 0 when there is none.
+
+    Raises:
+        ValueError: a folder holds no checkpoint.
+    """
+    first, second = _checkpoint(a), _checkpoint(b)
+    steps = first["losses"].shape[0], second["losses"].shape[0]
+    if steps[0] != steps[1]:
+        print(f"{a} has {steps[0]} steps, {b} has {steps[1]}")
+    common = min(steps)
+    difference = bits.first_difference(
+        {"losses": first.pop("losses")[:common]}, {"losses": second.pop("losses")[:common]}
+    )
+    print(f"losses of {common} steps: {difference or 'the same bits'}")
+    later = bits.first_difference(first, second)
+    print(f"{len(first)} tensors at the end: {later or 'the same bits'}")
+    return int(difference is not None or later is not None or steps[0] != steps[1])
+
+
+def _checkpoint(folder: str) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    from .train.checkpoint import NAME
+
+    path = Path(folder) / NAME
+    if not path.exists():
+        raise ValueError(f"runs: {folder} holds no {NAME}")
+    return load_file(path)

@@ -1,0 +1,130 @@
+"""The settings of ``shardsum train``: frozen dataclasses, one per subject, every field with its default and its line.
+
+They are read from YAML and from the command line (:mod:`shardsum.tools.cli`); this file imports no torch, so that
+``--help`` is quick. A wrong value is a ValueError that names the option and the value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+
+def _require(holds: bool, option: str, expected: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{option}: expected {expected}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """The sequence-parallel group: R virtual ranks on however many processes were launched."""
+
+    num_virtual_ranks: int = 4
+    """R. The bits of a run depend on it; the number of processes (1 to R) changes nothing but time."""
+    placement: Literal["contiguous", "zigzag"] = "contiguous"
+    """Which process hosts which virtual rank. Zigzag balances causal attention; no bit depends on it."""
+    transport: Literal["auto", "local", "gather", "all_to_all", "peer"] = "auto"
+    """How rows move between processes. No bit depends on it."""
+    timeout: float = 300.0
+    """Seconds after which a silent process is an error."""
+    costs: str | None = None
+    """File of shardsum bench --calibrate that transport auto decides by; default: the table in transports/costs.py."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_virtual_ranks >= 1, "group.num_virtual_ranks", "at least 1", self.num_virtual_ranks)
+        _require(0 < self.timeout <= 10**8, "group.timeout", "up to 100000000 seconds", self.timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The byte-level transformer."""
+
+    width: int = 128
+    """Features of a token."""
+    layers: int = 3
+    """Transformer blocks."""
+    heads: int = 4
+    """Query heads; width must be a multiple of it."""
+    kv_heads: int = 2
+    """Key and value heads, shared by groups of query heads."""
+    dropout: float = 0.0
+    """Probability of dropping a feature of a block's output; drawn from each virtual rank's own generator."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "kv_heads"):
+            _require(getattr(self, name) >= 1, f"model.{name}", "at least 1", getattr(self, name))
+        _require(
+            self.width % (2 * self.heads) == 0, "model.width", f"a multiple of 2 * heads = {2 * self.heads}", self.width
+        )
+        _require(self.heads % self.kv_heads == 0, "model.kv_heads", f"a divisor of heads = {self.heads}", self.kv_heads)
+        _require(0 <= self.dropout < 1, "model.dropout", "a probability in [0, 1)", self.dropout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The training run."""
+
+    parallel: Literal["context", "documents"] = "context"
+    """context: one sequence of packed documents is split over the virtual ranks, attention crosses their borders.
+    documents: every virtual rank takes a document of its own, so shards have different lengths."""
+    steps: int = 200
+    """Optimizer steps of the whole run (a resumed run counts the steps before it)."""
+    sequence_length: int = 2048
+    """Tokens of the packed sequence (context); need not be a multiple of the virtual ranks."""
+    document_length: int = 768
+    """Longest document in bytes; longer ones are cut."""
+    accumulation: int = 1
+    """Micro-steps whose gradients one optimizer step adds up."""
+    learning_rate: float = 0.003
+    """Peak of the schedule: linear warm-up, then falling as 1 / sqrt(step)."""
+    warmup: int = 10
+    """Steps of the warm-up."""
+    weight_decay: float = 0.1
+    """Of AdamW, on matrices only."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 turns clipping off."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of matrix products and attention (autocast). auto: bf16 on a GPU, fp32 on a CPU."""
+    seed: int = 0
+    """Of the initial weights, the order of the documents and the dropout."""
+    threads: int = 1
+    """Compute threads of a process. Runs of different process counts agree only at 1 (docs/training.md)."""
+    save_every: int = 50
+    """Steps between checkpoints; 0 saves only the last."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "accumulation", "threads"):
+            _require(getattr(self, name) >= 1, f"train.{name}", "at least 1", getattr(self, name))
+        _require(0 <= self.seed < 2**32, "train.seed", "0 or more, below 2^32", self.seed)
+        for name in ("steps", "warmup", "weight_decay", "clip", "save_every"):
+            _require(getattr(self, name) >= 0, f"train.{name}", "0 or more", getattr(self, name))
+        _require(self.document_length >= 16, "train.document_length", "at least 16 bytes", self.document_length)
+        _require(self.learning_rate > 0, "train.learning_rate", "a positive number", self.learning_rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run of ``shardsum train``."""
+
+    group: GroupConfig = field(default_factory=GroupConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: str | None = None
+    """Folder of text files to train on; default: the Python standard library's own source files."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to compute; with cuda every process takes the GPU of its LOCAL_RANK."""
+    folder: str | None = None
+    """Folder of everything the run writes; default: runs/ and the time of the start."""
+    resume: bool = False
+    """Go on from the checkpoint in the run folder."""
+
+    def __post_init__(self) -> None:
+        if self.resume and self.folder is None:
+            raise ValueError("resume: say which run to go on with (--folder FOLDER)")
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The configuration as a file that ``shardsum train --config`` reads."""
+    import yaml
+
+    return yaml.safe_dump(asdict(config), sort_keys=False)

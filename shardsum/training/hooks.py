@@ -1,0 +1,170 @@
+"""Gradient reduction of DistributedDataParallel and FSDP2 in rank order, with fp32 accumulation.
+
+Torch's own reductions leave the order of additions to NCCL or gloo, which depends on the number of processes, the
+message size and the algorithm, and they add in the dtype on the wire. These hooks give the bits of
+:mod:`shardsum.core.reference` instead: those that R virtual ranks in one process give. Here every process is one
+virtual rank (R = G).
+
+DDP::
+
+    model = DistributedDataParallel(module)
+    model.register_comm_hook(HookState(ShardGroup(), wire_dtype=torch.bfloat16), ddp_comm_hook)
+
+FSDP2 (the two set_ calls make it pass plain sums; the average is ``scale``)::
+
+    for m in model.modules():
+        if isinstance(m, FSDPModule):
+            m.set_gradient_divide_factor(1.0)
+            m.set_force_sum_reduction_for_comms(True)
+            m.set_custom_reduce_scatter(reduce_scatter)      # one FSDPReduceScatter(scale=1 / world_size) for all
+"""
+
+# No postponed annotations here: DDP looks at those of a hook.
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from ..core.numerics import check_op
+from .shard_group import ShardGroup
+
+_WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass
+class HookState:
+    """What :func:`ddp_comm_hook` needs.
+
+    Args:
+        group: the processes that DDP averages over, each hosting one virtual rank.
+        wire_dtype: gradients travel in this dtype but are added in fp32: each is rounded to it once before, and the
+            result once after. A bfloat16 wire moves half the bytes of a float32 one. None sends gradients as they are.
+        scale: the sum is multiplied by this number. None averages: the sum is divided by R.
+
+    Raises:
+        ValueError: a process hosts several virtual ranks; an unsuitable ``wire_dtype`` or ``scale``.
+    """
+
+    group: ShardGroup
+    wire_dtype: torch.dtype | None = None
+    scale: float | None = None
+    _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_one_rank_per_process(self.group)
+        check_op("sum", self.scale, torch.float32)
+        if self.wire_dtype not in (None, *_WIRE_DTYPES):
+            raise ValueError(f"wire_dtype: {self.wire_dtype} is none of {', '.join(map(str, _WIRE_DTYPES))}")
+
+
+def ddp_comm_hook(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
+    """For ``DistributedDataParallel.register_comm_hook``: the average (or scaled sum) of a bucket in rank order.
+
+    Processes that have joined (``model.join()``) contribute zeros, and the average still divides by all R. On a GPU
+    the work is enqueued on a stream of its own, beside the rest of the backward pass.
+    """
+    buffer = bucket.buffer()
+    if not buffer.is_cuda:
+        future: Future[Tensor] = Future()
+        future.set_result(_reduce(state, buffer))
+        return future
+    if buffer.device not in state._streams:
+        state._streams[buffer.device] = torch.cuda.Stream(buffer.device)
+    stream = state._streams[buffer.device]
+    stream.wait_stream(torch.cuda.current_stream(buffer.device))
+    with torch.cuda.stream(stream):
+        buffer.record_stream(stream)
+        future = Future(devices=[buffer.device])
+        future.set_result(_reduce(state, buffer))  # records an event on this stream; DDP waits for it
+    return future
+
+
+def _reduce(state: HookState, buffer: Tensor) -> Tensor:
+    group, size = state.group, buffer.numel()
+    total = group.all_reduce(
+        buffer if state.wire_dtype is None else buffer.to(state.wire_dtype),
+        [size] * group.num_virtual_ranks,
+        size=size,
+        op="mean" if state.scale is None else "sum",
+        scale=state.scale,
+    )
+    return total.to(buffer.dtype)
+
+
+class FSDPReduceScatter:
+    """For ``FSDPModule.set_custom_reduce_scatter``: the sum over processes in rank order, each keeping its own part.
+
+    One object serves all modules of a model, whatever groups they are sharded over: it makes a ShardGroup for each
+    process group it meets, at the first call, which is collective (every process of the group takes part in it).
+    Gradients are added in fp32 and rounded once to FSDP's reduce dtype (``MixedPrecisionPolicy.reduce_dtype``). With
+    HSDP the all-reduce over the replicating axis stays torch's own.
+
+    Args:
+        scale: factor of the sum, e.g. ``1 / world_size`` for the average. None is the plain sum.
+        options: passed on to ``ShardGroup(group=..., **options)`` (``transport``, ``timeout``, ...).
+    """
+
+    def __init__(self, scale: float | None = None, **options: Any) -> None:
+        self.scale = check_op("sum", scale, torch.float32)
+        self._options = options
+        self._groups: dict[dist.ProcessGroup, ShardGroup] = {}
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffers that FSDP fills and reads: plain tensors."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """``output_tensor (n,)`` = part ``rank`` of the sum of every process's ``input_tensor (world_size * n,)``.
+
+        The work is enqueued on the current stream (FSDP makes that its reduce-scatter stream).
+
+        Raises:
+            ValueError: ``op`` is not SUM, or ``async_op`` is set.
+        """
+        if op != dist.ReduceOp.SUM:
+            raise ValueError(
+                f"FSDPReduceScatter adds and does not average, but FSDP asks for {_op_name(op)}: call "
+                "set_gradient_divide_factor(1.0) and set_force_sum_reduction_for_comms(True) on every FSDPModule, "
+                "and give FSDPReduceScatter the scale instead"
+            )
+        if async_op:
+            raise ValueError("async_op: FSDPReduceScatter enqueues its work on the current stream; pass False")
+        shards = self._group(group, input_tensor.device)
+        world_size = shards.world_size
+        part = shards.reduce_scatter(
+            input_tensor,
+            [input_tensor.numel()] * world_size,
+            size=input_tensor.numel(),
+            splits=[output_tensor.numel()] * world_size,
+            scale=self.scale,
+            out_dtype=output_tensor.dtype,
+        )
+        output_tensor.copy_(part)
+
+    def _group(self, group: dist.ProcessGroup, device: torch.device) -> ShardGroup:
+        if group not in self._groups:
+            self._groups[group] = ShardGroup(group=group, device=device, **self._options)
+        return self._groups[group]
+
+
+def _check_one_rank_per_process(group: ShardGroup) -> None:
+    if group.num_virtual_ranks != group.world_size:
+        raise ValueError(
+            f"group: {group.num_virtual_ranks} virtual ranks on {group.world_size} processes; a gradient hook needs "
+            "one for each process (ShardGroup(group=...) without num_virtual_ranks)"
+        )
+
+
+def _op_name(op: Any) -> str:
+    return str(getattr(op, "op", op)).rpartition(".")[2]

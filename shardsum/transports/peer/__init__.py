@@ -1,0 +1,1 @@
+"""The peer transport: one launch moves rows over NVLink and sums them."""

@@ -1,0 +1,636 @@
+"""The peer transport. First its arithmetic on the CPU; then the real thing on GPUs, against reference.py bit for bit.
+
+The `gpu` tests run four processes on however many GPUs there are (several on one GPU: kernels that wait for each other
+take turns, so every call costs milliseconds); the `multi_gpu` tests one process a GPU. The protocol itself is put under
+load by tests/peer/cuda/peer_stress.cu.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shardsum.core import reference
+from shardsum.core.layout import ExchangePlan, intervals_of, length, owners_of, split_evenly
+from shardsum.core.numerics import accumulator_dtype
+from shardsum.transports.peer import shapes as peer_plan
+from shardsum.transports.peer import transport as peer
+from shardsum.transports.peer.memory import available, unreachable
+from shardsum.transports.peer.peers import Peers
+from shardsum.transports.peer.shapes import MemoryLayout, Message
+from shardsum.transports.peer.transport import PeerTransport, Tuning
+from tests.processes import run_processes
+from tests.values import assert_same, random_values
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+CALLS = int(os.environ.get("SHARDSUM_PEER_CALLS", "120"))
+
+
+def layout_of(
+    world_size: int,
+    rows: int,
+    staging: int = 1 << 20,
+    blocks: int = 128,
+    push: int = 1 << 16,
+    writes: bool = False,
+    streams: bool = False,
+) -> MemoryLayout:
+    return MemoryLayout(world_size * rows, world_size, blocks, rows, staging, push, writes, streams)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> tuple[Message, MemoryLayout, Tuning, bool | None]:
+    world_size, rows = draw(st.integers(2, 9)), draw(st.integers(1, 4))
+    move, replicated = draw(st.booleans()), draw(st.booleans())
+    in_bytes = 1 if move else draw(st.sampled_from([1, 2, 4, 8]))
+    out_bytes = {1: 8, 2: draw(st.sampled_from([2, 4, 8])), 4: draw(st.sampled_from([2, 4])), 8: 8}[in_bytes]
+    size, width = draw(st.integers(0, 30000)), draw(st.sampled_from([1, 3, 8, 100, 1000]))
+    extent = size if replicated else draw(st.integers(0, size))
+    longest = size if replicated else draw(st.integers(0, size))
+    floats = not move and in_bytes > 1 and draw(st.booleans())
+    needed = size if replicated else draw(st.integers(0, longest))
+    message = Message(
+        size, width, extent, longest, needed, in_bytes, 1 if move else out_bytes, move, replicated, floats
+    )
+    staging = draw(st.sampled_from([2 << 20, 8 << 20, 64 << 20]))
+    threads, blocks = draw(st.sampled_from([96, 128, 256])), draw(st.sampled_from([1, 7, 128]))
+    tuning = Tuning(threads, blocks, write_processes=0)
+    forced = draw(st.sampled_from([None, False, True])) if replicated and not move else None
+    blocks, writes, streams = draw(st.sampled_from([3, 132])), draw(st.booleans()), draw(st.booleans())
+    return message, layout_of(world_size, rows, staging, blocks, writes=writes, streams=streams), tuning, forced
+
+
+@settings(deadline=None, max_examples=300)
+@given(messages())
+def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
+    m, layout, tuning, forced = case
+    shape = peer_plan.choose_shape(m, layout, tuning, forced)
+    tiles, total = shape.tiles, m.size * m.width
+    parts = layout.world_size if shape.two_shot else 1
+    assert forced is None or shape.two_shot == forced
+    assert tiles.blocks <= min(tuning.blocks, layout.max_blocks) and tiles.stretches_per_tile % parts == 0
+    assert tiles.stretch * m.in_bytes % 16 == 0  # rows are read in whole vectors
+    assert shape.chunk >= total or shape.chunk % tiles.tile == 0
+    assert shape.launches(m) * shape.chunk >= total
+    assert tiles.tiles(shape.chunk) <= tiles.pieces(shape.chunk) * tiles.blocks * tiles.tiles_per_piece
+    if shape.two_shot:  # a process's part of a chunk lies inside its slot, and the whole sum in its area
+        assert tiles.tiles(shape.chunk) * (tiles.tile // parts) * m.in_bytes <= layout.part_bytes
+        assert min(shape.chunk, total) * m.out_bytes <= layout.reduced_bytes
+        assert layout.num_ranks * layout.part_bytes <= layout.slots_bytes
+    elif shape.push:  # its words lie inside its inbox
+        small = shape.producers == 0
+        unit = (peer_plan.FLOAT_GROUP if m.floats else peer_plan.INT_GROUP) if small else peer_plan.STREAM_STRETCH
+        units = -(-min(shape.chunk, max(1, total)) * m.in_bytes // unit)
+        words = units * (unit if m.floats else 2048)
+        if not small:  # from the stretch on in which what is needed begins
+            words = min(words, m.needed * m.width * m.in_bytes + peer_plan.STREAM_STRETCH + 16)
+        assert words <= layout.inbox_row_bytes and m.in_bytes > 1
+        assert shape.chunk >= total if small else m.floats and layout.streams
+        assert tiles.tile * m.in_bytes == unit and tiles.blocks == min(units, tuning.blocks, layout.max_blocks)
+    else:  # a row's part of a chunk, filled up to whole vectors at both ends, lies inside its slot
+        assert min(m.longest * m.width, shape.chunk) * m.in_bytes + 32 <= layout.row_bytes
+    assert shape.write == (shape.two_shot or (layout.writes and not shape.push))
+    assert (0 if shape.push else 1) <= shape.producers <= tuning.producer_warps
+
+
+@settings(deadline=None, max_examples=200)
+@given(messages())
+def test_written_parts_lie_side_by_side_in_their_slot(case: tuple) -> None:
+    """The addresses of csrc/peer/peer_parts.cuh: `slot_origin` + `tile_shift` + an element, from the slot's begin."""
+    m, layout, tuning, _ = case
+    total, world_size = m.size * m.width, layout.world_size
+    assume(total and m.replicated and not m.move)
+    shape = peer_plan.choose_shape(m, layout, tuning, True)
+    tile, part = shape.tiles.tile, shape.tiles.tile // world_size
+    for begin in {0, (shape.launches(m) - 1) * shape.chunk}:  # the first and the last launch
+        end, covered = min(begin + shape.chunk, total), 0
+        assert begin * m.in_bytes % 16 == 0 and begin * m.out_bytes % 16 == 0
+        for process in range(world_size):
+            origin, free = -(begin + process * part) * m.in_bytes, 0
+            for t in range(shape.tiles.tiles(end - begin)):
+                lo = begin + t * tile + process * part
+                hi = min(lo + part, end)
+                if lo < hi:
+                    at = origin + t * (part - tile) * m.in_bytes
+                    assert at % 16 == 0 and at + lo * m.in_bytes == free
+                    free, covered = at + peer_plan.round_up(hi * m.in_bytes, 16), covered + hi - lo
+            assert free <= layout.part_bytes
+        assert covered == end - begin
+
+
+def test_every_tile_has_one_block_and_one_piece() -> None:
+    m = Message(5000, 100, 5000, 5000, 5000, 2, 2, False, True)
+    shape = peer_plan.choose_shape(m, layout_of(2, 1), Tuning(blocks=5, small_bytes=1000))
+    tiles = shape.tiles
+    seen = set()
+    for block in range(tiles.blocks):  # as the kernel walks them
+        for piece in range(tiles.pieces(shape.chunk)):
+            for j in range(tiles.tiles_per_piece):
+                tile = block + (piece * tiles.tiles_per_piece + j) * tiles.blocks
+                assert tile not in seen and tiles.block_and_piece(tile) == (block, piece)
+                seen.add(tile)
+    assert seen >= set(range(tiles.tiles(shape.chunk))) and tiles.pieces(shape.chunk) > 1
+
+
+@pytest.mark.parametrize("world_size, rows, writes", [(2, 1, True), (3, 2, False), (8, 1, True), (16, 4, False)])
+def test_regions_of_the_symmetric_block_are_apart_and_aligned(world_size: int, rows: int, writes: bool) -> None:
+    at = layout_of(world_size, rows, writes=writes)
+    began = at.abort_at + 8
+    ends = [
+        0,
+        at.stages_at,
+        at.abort_at,
+        began,
+        began + 8 * world_size,
+        at.staging_at,
+        at.reduced_at,
+        at.inbox_at,
+        at.total_bytes,
+    ]
+    assert ends == sorted(ends)
+    assert at.stages_at == 2 * at.max_blocks * at.num_ranks * 32
+    assert at.reduced_at - at.staging_at == 2 * at.slots_bytes
+    assert at.slots_bytes >= (world_size if writes else 1) * rows * at.row_bytes  # one-shot
+    assert at.slots_bytes >= world_size * rows * at.part_bytes and at.part_bytes % 256 == 0  # two-shot
+    assert all(n % 256 == 0 for n in (at.staging_at, at.slots_bytes, at.row_bytes, at.reduced_at, at.reduced_bytes))
+    assert at.inbox_at % 256 == 0 and at.inbox_row_bytes % 256 == 0 and at.inbox_row_bytes > 0
+    peers_rows = (world_size - 1) * rows  # those that are pushed to one process, in slots by rank or by place
+    assert at.total_bytes - at.inbox_at == 2 * at.inboxes_bytes and at.inbox_rows >= peers_rows
+
+
+def reduced(world_size: int, num_bytes: int, tuning: Tuning | None = None, rows: int = 1) -> bool:
+    m = Message(num_bytes // 2, 1, num_bytes // 2, num_bytes // 2, num_bytes // 2, 2, 2, False, True)
+    return peer_plan.choose_shape(m, layout_of(world_size, rows, 256 << 20), tuning or Tuning()).two_shot
+
+
+@pytest.mark.parametrize("world_size, rows", [(2, 1), (2, 8), (4, 1), (4, 2), (8, 1)])
+def test_what_is_predicted_is_what_is_launched(world_size: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardsum.transports.peer.peers.available", lambda *args: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
+    owners = owners_of(world_size * rows, world_size, "contiguous")
+    peers = Peers(None, lambda value: [value], owners, torch.device("cpu"), 1.0)  # type: ignore[arg-type]
+    limit = Tuning().push_limit(world_size)
+    layout = layout_of(world_size, rows, 64 << 20, push=limit, streams=world_size == 2)
+    for size in (1 << 10, limit, limit + 1024, 64 << 20):
+        sources, sinks = ((0, size // 2),) * len(owners), ((0, size // 2),) * world_size
+        plan = ExchangePlan(sources, owners, sinks, tuple(range(world_size)), world_size)
+        shape = peer_plan.choose_shape(peer_plan.describe_message(plan, 1, 2, 2, False), layout, Tuning())
+        two_shot, egress, _ = peers.predict(plan, 1, 2, 2, False)
+        assert two_shot == shape.two_shot and (shape.push and shape.producers == 0) == (size <= limit)
+        if shape.push:  # every peer gets every row
+            assert egress == ((world_size - 1) * rows * size,) * world_size
+
+
+def test_bytes_that_are_predicted_are_those_that_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pushed and written: the hull of what others want, to all of them; read: what each wants."""
+
+    def predicted(world_size: int, owners: tuple[int, ...], size: int, move: bool = False) -> Any:
+        monkeypatch.setattr("shardsum.transports.peer.peers.available", lambda *args: None)
+        monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
+        peers = Peers(None, lambda value: [value], owners, torch.device("cpu"), 1.0)  # type: ignore[arg-type]
+        sinks = intervals_of(split_evenly(size, len(owners)))
+        plan = ExchangePlan(((0, size),) * len(owners), owners, tuple(sinks), owners, world_size)
+        return peers.predict(plan, 1, 2, 2, move)
+
+    # Process 0 wants both ends of process 1's rows, that one the middle of the other's.
+    assert predicted(2, (0, 1, 1, 0), 4000) == (False, (2 * 4000, 2 * 8000), (2 * 8000, 2 * 4000))
+    assert predicted(2, (0, 1, 1, 0), 4 << 20) == (False, (8 << 20, 16 << 20), (16 << 20, 8 << 20))
+    # Three others want three fourths; of inner rows the hull is all.
+    sent = (3 * 2 * 3000, 3 * 2 * 4000, 3 * 2 * 4000, 3 * 2 * 3000)
+    assert predicted(4, (0, 1, 2, 3), 4000) == (False, sent, (2 * 11000, 2 * 10000, 2 * 10000, 2 * 11000))
+    assert predicted(4, (0, 1, 2, 3), 4 << 20) == (False, (6 << 20,) * 4, (6 << 20,) * 4)
+
+
+def test_two_shot_where_it_spares_the_links() -> None:
+    assert not any(reduced(2, n) for n in (1 << 10, 1 << 20, 64 << 20))  # two processes: the same bytes either way
+    assert not reduced(8, 64 << 10) and reduced(8, 4 << 20)
+    assert not reduced(4, 256 << 10) and reduced(4, 8 << 20)
+    assert reduced(2, 16 << 20, rows=4)  # two processes of four rows each: it saves three rows of eight halves
+    assert reduced(8, 128 << 10, Tuning(two_shot_bytes={0: 1 << 60, 8: 0}))
+    assert not reduced(4, 8 << 20, Tuning(two_shot_bytes={0: 1 << 60, 8: 0}))
+
+
+@given(st.data())
+def test_needed_is_the_hull_of_what_others_read(data: st.DataObject) -> None:
+    interval = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda p: (min(p), max(p)))
+    sources, sinks = (tuple(data.draw(st.lists(interval, min_size=4, max_size=4))) for _ in range(2))
+    owners = (0, 1, 1, 2)
+    plan = ExchangePlan(sources, owners, sinks, owners, 3)
+    for r, (begin, end) in enumerate(sources):
+        others = [o for o, owner in zip(sinks, owners) if owner != owners[r]]
+        read = [j for j in range(begin, end) if any(lo <= j < hi for lo, hi in others)]
+        found = peer_plan.needed(plan, r, (begin, end))
+        assert found == ((read[0], read[-1] + 1) if read else (0, 0))
+
+
+def test_small_sums_are_pushed() -> None:
+    def pushed(num_bytes: int, move: bool = False, two_shot: bool | None = None, limit: int = 1 << 16) -> bool:
+        n, width = num_bytes // 2, 1 if move else 2
+        m = Message(n, 1, n, n, n, width, width, move, True)
+        return peer_plan.choose_shape(m, layout_of(4, 1, push=limit), Tuning(), two_shot).push
+
+    assert pushed(1 << 10) and pushed(1 << 16) and not pushed((1 << 16) + 2)
+    assert not pushed(1 << 10, move=True) and not pushed(1 << 10, two_shot=False) and not pushed(0)
+    assert not pushed(1 << 10, limit=0)
+    assert Tuning(push_bytes={0: 5, 2: 7}).push_limit(2) == 7 and Tuning(push_bytes={0: 5, 2: 7}).push_limit(3) == 5
+
+
+def test_two_processes_push_floats_and_write_the_rest() -> None:
+    def shape_of(num_bytes: int, world_size: int = 2, move: bool = False, floats: bool = True) -> peer_plan.Shape:
+        n = num_bytes if move else num_bytes // 2
+        m = Message(n, 1, n, n, n, 1 if move else 2, 1 if move else 2, move, True, floats and not move)
+        tuning = Tuning()
+        push = tuning.push_limit(world_size)
+        writes, streams = world_size <= tuning.write_processes, world_size <= tuning.stream_processes
+        return peer_plan.choose_shape(m, layout_of(world_size, 1, 256 << 20, 128, push, writes, streams), tuning)
+
+    assert shape_of(512 << 10).push and shape_of(512 << 10).producers == 0
+    streamed = [shape_of(n << 20) for n in (1, 8, 16, 64)]
+    assert all(s.push and s.tiles.columns == 8 and s.tiles.blocks == 128 for s in streamed)
+    assert [s.producers for s in streamed] == [1, 1, 2, 2]
+    written = [shape_of(n << 20, floats=False) for n in (4, 16, 64)]
+    assert all(s.write and s.tiles.columns == 8 and s.tiles.blocks == 128 for s in written)
+    assert [s.producers for s in written] == [1, 2, 2] and shape_of(1 << 10, move=True).write
+    assert [s.tiles.pieces(s.chunk) for s in written] == [4, 8, 32]
+    assert not shape_of(4 << 20, 4).write or shape_of(4 << 20, 4).two_shot
+
+
+def test_four_processes_push_or_write_in_two_rounds() -> None:
+    tuning = Tuning()
+
+    def shape_of(num_bytes: int) -> peer_plan.Shape:
+        m = Message(num_bytes // 2, 1, num_bytes // 2, num_bytes // 2, num_bytes // 2, 2, 2, False, True)
+        return peer_plan.choose_shape(m, layout_of(4, 1, 128 << 20, push=tuning.push_limit(4)), tuning)
+
+    assert shape_of(512 << 10).push
+    shapes = {n: shape_of(n << 20) for n in (1, 4, 16, 64, 256)}
+    assert all(s.two_shot and s.write and s.producers == 1 and s.tiles.blocks == 128 for s in shapes.values())
+    assert {n: s.tiles.pieces(s.chunk) for n, s in shapes.items()} == {1: 1, 4: 1, 16: 2, 64: 8, 256: 16}
+    assert [s.tiles.columns for s in shapes.values()] == [2, 8, 8, 8, 8] and shapes[256].chunk == 64 << 20
+
+
+def test_bad_tuning_is_refused() -> None:
+    for bad in (
+        dict(threads=100),
+        dict(threads=512),
+        dict(producer_warps=8),
+        dict(blocks=0),
+        dict(producer_warps=6),
+        dict(producer_warps=7, write_processes=1),
+        dict(two_shot_bytes={2: 1}),
+    ):
+        with pytest.raises(ValueError):
+            Tuning(**bad)
+
+
+def test_who_cannot_be_reached() -> None:
+    places = [["a", "1", "gpu0"], ["a", "1", "gpu1"]]
+    visible = {"gpu0": 0, "gpu1": 1}
+    assert unreachable(places[0], places, visible, False, lambda a, b: True) is None
+    assert "peer access to cuda:1 of process 1" in str(
+        unreachable(places[0], places, visible, False, lambda a, b: False)
+    )
+    assert "hidden" in str(unreachable(places[0], places, {"gpu0": 0}, False, lambda a, b: True))
+    assert "another host (b)" in str(
+        unreachable(places[0], [places[0], ["b", "2", "gpu1"]], visible, False, lambda a, b: True)
+    )
+    twice = [places[0], places[0]]
+    assert "one GPU" in str(unreachable(places[0], twice, visible, False, lambda a, b: True))
+    assert unreachable(places[0], twice, visible, True, lambda a, b: True) is None
+
+
+def _available(rank: int, world_size: int) -> Any:
+    return available(dist.group.WORLD, torch.device("cpu"))
+
+
+def test_on_the_cpu_every_process_hears_the_same_reason() -> None:
+    assert run_processes(_available, 2) == ["process 0: shards live on cpu, not on CUDA"] * 2
+
+
+def test_constants_are_those_of_the_header() -> None:
+    csrc = Path(peer.__file__).parents[3] / "csrc"
+    header, rows = (csrc / "peer" / "peer.h").read_text(), (csrc / "row_table.h").read_text()
+
+    def constant(name: str) -> int:
+        found = re.search(rf"constexpr \w+ {name} = (\d+)", header + (csrc / "peer" / "peer_bindings.cpp").read_text())
+        assert found, name
+        return int(found[1])
+
+    assert constant("kPeerMaxRanks") == peer_plan.MAX_RANKS
+    assert constant("kPeerMaxHosted") == peer_plan.MAX_HOSTED
+    assert constant("kPeerMaxBuffers") == peer._MAX_BUFFERS
+    assert constant("kPlanVersion") == peer._PLAN_VERSION
+    assert constant("kMaxBoundDims") == peer.MAX_BOUND_DIMS
+    enum = rows[rows.index("enum class DType") :]
+    names = re.findall(r"\bk(\w+)\b", re.sub(r"//.*", "", enum[: enum.index("}")]))
+    torch_names = [str(dtype).removeprefix("torch.") for dtype in peer._DTYPE_CODES]
+    assert [n.lower() for n in names] == torch_names and list(peer._DTYPE_CODES.values()) == list(range(len(names)))
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_a_row_that_starts_behind_the_result_holds_nothing(tmp_path: Path) -> None:
+    """Else pushing would read behind the shard."""
+    csrc = Path(peer.__file__).parents[3] / "csrc"
+    (tmp_path / "main.cu").write_text(
+        """
+        #include "peer/peer_rows.cuh"
+        #include <cstdio>
+        int main() {
+          static shardsum::PeerCall c{};
+          c.size = 4, c.width = 8, c.in_bytes = 4, c.chunk_end = 32;
+          for (uint32_t start : {0, 2, 4, 6}) std::printf("%u ", shardsum::describe_held(c, 0, start, 3).length);
+        }
+        """
+    )
+    command = ["nvcc", "-std=c++17", f"-I{csrc}", str(tmp_path / "main.cu"), "-o", str(tmp_path / "main")]
+    subprocess.run(command, check=True)
+    assert subprocess.run([tmp_path / "main"], capture_output=True, text=True, check=True).stdout.split() == list(
+        "3200"
+    )
+
+
+# ---- on GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def open_transport(rank: int, num_ranks: int, placement: Any = "contiguous", **options: Any) -> PeerTransport:
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    owners = owners_of(num_ranks, dist.get_world_size(), placement)
+    return PeerTransport(dist.group.WORLD, owners, device, timeout=60, **options)
+
+
+class RandomCalls:
+    """The same random collectives on every process, each compared with reference.py."""
+
+    def __init__(self, transport: PeerTransport, seed: int) -> None:
+        self.t, self.random = transport, random.Random(seed)
+        self.ranks = len(transport.owners)
+        self.buffers = [transport.empty((1 << 16,), torch.uint8) for r in range(self.ranks)]
+
+    def run(self) -> None:
+        pick = self.random
+        kind = pick.choice(["all_reduce", "all_reduce", "reduce_scatter", "exchange", "all_gather"])
+        dtype = pick.choice([torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int16, torch.bool])
+        width = pick.choice([1, 3, 8, 64, 200])
+        size = pick.randrange(1, 2 + pick.choice([50, 5000, 60000]) // width)
+        op = pick.choice(["sum", "mean"]) if dtype.is_floating_point else "sum"
+        scale = pick.choice([None, 0.3]) if dtype.is_floating_point else None
+        out_dtype = torch.int64 if not dtype.is_floating_point else dtype
+        if accumulator_dtype(dtype) == torch.float32:
+            out_dtype = pick.choice([dtype, torch.float32, torch.bfloat16])
+        sources = [self._interval(size) for _ in range(self.ranks)]
+        sinks, sink_owners = [(0, size)] * self.t.world_size, tuple(range(self.t.world_size))
+        if kind in ("reduce_scatter", "exchange"):
+            sinks, sink_owners = intervals_of(split_evenly(size, self.ranks)), self.t.owners
+        if kind == "exchange":
+            sinks = [self._interval(size) for _ in range(self.ranks)]
+        if kind == "all_gather":
+            op, scale, out_dtype = "copy", None, dtype
+            sources = intervals_of([length(i) for i in sources])
+            sinks = [(0, sources[-1][1])] * self.t.world_size
+        on_device = kind == "all_reduce" and pick.random() < 0.3
+        plan = ExchangePlan(tuple(sources), self.t.owners, tuple(sinks), sink_owners, self.t.world_size)
+        shards = [random_values((length(i), width), dtype, pick.randrange(1 << 30)) for i in sources]
+        if dtype.is_floating_point and pick.random() < 0.3:  # NaNs like words that have not come
+            for s in shards:
+                s.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[s.itemsize])[
+                    torch.rand(s.shape, generator=torch.Generator().manual_seed(size)) < 0.2
+                ] = -1
+        self._call(plan, shards, dtype, out_dtype, op, scale, on_device, pick.random() < 0.3, pick.randrange(4))
+
+    def _interval(self, size: int) -> tuple[int, int]:
+        a, b = sorted(self.random.randrange(size + 1) for _ in range(2))
+        return self.random.choice([(a, b), (0, b), (0, size)])
+
+    def _call(
+        self, plan: ExchangePlan, shards: list[torch.Tensor], dtype: torch.dtype, out_dtype: torch.dtype, op: str,
+        scale: float | None, on_device: bool, in_place: bool, shift: int,
+    ) -> None:  # fmt: skip
+        t, hosted, width = self.t, plan.hosted_sources(self.t.rank), shards[0].shape[1]
+        mine = [self._place(r, shards[r], in_place, shift) for r in hosted]
+        sinks = plan.hosted_sinks(t.rank)
+        flat = [torch.empty(length(plan.sinks[q]) * width + shift, dtype=out_dtype, device=t.device) for q in sinks]
+        outs = [x[shift:].view(-1, width) for x in flat]
+        starts = lengths = None
+        if on_device:
+            starts = torch.tensor([plan.sources[r][0] for r in hosted], device=t.device)
+            lengths = torch.tensor([length(plan.sources[r]) for r in hosted], device=t.device)
+        t.exchange(plan, mine, outs, op=op, scale=scale, starts=starts, lengths=lengths)
+        for q, out in zip(sinks, outs):
+            assert_same(out.cpu(), self._expected(plan, shards, plan.sinks[q], out_dtype, op, scale))
+
+    def _place(self, rank: int, shard: torch.Tensor, in_place: bool, shift: int) -> torch.Tensor:
+        if in_place and shard.numel() * shard.itemsize <= self.buffers[rank].numel():
+            view = self.buffers[rank][: shard.numel() * shard.itemsize].view(shard.dtype).view(shard.shape)
+            return view.copy_(shard)
+        moved = torch.empty(shard.numel() + shift, dtype=shard.dtype, device=self.t.device)
+        return moved[shift:].view(shard.shape).copy_(shard)
+
+    @staticmethod
+    def _expected(
+        plan: ExchangePlan, shards: list[torch.Tensor], wanted: tuple[int, int], out_dtype: torch.dtype, op: str,
+        scale: float | None,
+    ) -> torch.Tensor:  # fmt: skip
+        begin, end = wanted
+        if op == "copy":
+            return torch.cat(shards)[begin:end]
+        starts = [i[0] - begin for i in plan.sources]
+        return reference.ragged_sum(shards, starts, end - begin, op=op, scale=scale, out_dtype=out_dtype)
+
+
+def _random_calls(rank: int, world_size: int, num_ranks: int, placement: Any, calls: int, options: dict) -> int:
+    t = open_transport(rank, num_ranks, placement, **options)
+    tests = RandomCalls(t, num_ranks)
+    for _ in range(calls):
+        tests.run()
+    launches = int(t._control.cpu()[0])
+    t.close()
+    return launches
+
+
+@pytest.fixture
+def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+
+
+#: Small slots, pieces and inboxes, so that all happens at test sizes: rows are read, in two shots as soon as that saves
+#: anything; or they are written; or, of floats, pushed while they are summed.
+PIECES = Tuning(
+    small_bytes=4096, blocks=4, push_bytes={0: 8192}, stretches=4, columns=2, write_stretches=2, stream_processes=0,
+    one_producer_bytes=32768,
+)  # fmt: skip
+READ = dict(staging_bytes=1 << 18, tuning=replace(PIECES, two_shot_bytes={0: 2000}, write_processes=0))
+WRITE = dict(staging_bytes=1 << 18, tuning=replace(PIECES, two_shot_bytes={0: 1 << 60}, write_processes=64))
+STREAM = dict(
+    staging_bytes=1 << 18,
+    tuning=replace(PIECES, two_shot_bytes={0: 1 << 60}, write_processes=64, stream_processes=64),
+)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    "num_ranks, placement, options", [(4, "contiguous", READ), (7, "zigzag", WRITE), (5, "zigzag", STREAM)]
+)
+def test_random_calls_of_processes_that_share_gpus(
+    shared_gpu: None, num_ranks: int, placement: str, options: dict
+) -> None:
+    launches = run_processes(_random_calls, 4, num_ranks, placement, CALLS, options, backend="cpu:gloo", timeout=240)
+    assert len(set(launches)) == 1 and launches[0] >= CALLS
+
+
+@pytest.mark.multi_gpu
+@two_gpus
+@pytest.mark.parametrize("num_ranks, options", [(2, {}), (8, READ), (5, WRITE), (2, STREAM), (5, STREAM)])
+def test_random_calls_one_process_a_gpu(num_ranks: int, options: dict) -> None:
+    run_processes(_random_calls, 2, num_ranks, "zigzag", 4 * CALLS, options, backend="cpu:gloo", timeout=240)
+
+
+def _graph(rank: int, world_size: int, replays: int) -> int:
+    """Capture, then replays whose lengths change on the device; captured calls cross streams and need a warm-up."""
+    t = open_transport(rank, world_size)
+    size, width = 300, 16
+    plan = ExchangePlan(((0, size),) * world_size, t.owners, ((0, size),) * world_size, t.owners, world_size)
+    shards = [random_values((size, width), torch.bfloat16, r) for r in range(world_size)]
+    mine, lengths = shards[rank].to(t.device), torch.zeros(1, dtype=torch.int64, device=t.device)
+    out = torch.empty((size, width), dtype=torch.bfloat16, device=t.device)
+
+    def call() -> None:
+        t.exchange(plan, [mine], [out], lengths=lengths)
+
+    with pytest.raises(RuntimeError, match="one eager call first"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        call()
+    call()
+    torch.cuda.synchronize()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    history = torch.empty((3, size, width), dtype=torch.bfloat16, device=t.device)
+    with torch.cuda.graph(graph):
+        call()
+        call()  # begins while the one before it ends
+        history[0] = out
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+            history[1] = out
+        torch.cuda.current_stream().wait_stream(side)
+        call()
+        history[2] = out
+    pick, wrong = random.Random(5), 0
+    for _ in range(replays):
+        chosen = [pick.randrange(-3, size + 9) for _ in range(world_size)]
+        lengths.fill_(chosen[rank])
+        if pick.random() < 0.1:
+            time.sleep(pick.random() * 1e-3 * (rank + 1))
+        graph.replay()
+        rows = [s[: max(0, n)] for s, n in zip(shards, chosen)]
+        expected = reference.ragged_sum(rows, [0] * world_size, size, out_dtype=torch.bfloat16).to(t.device)
+        for found in history:  # NaN may differ in its bits, as may nothing else
+            wrong += int(not torch.equal(found.nan_to_num(7e7), expected.nan_to_num(7e7)))
+    call()  # eager again, after the capture
+    torch.cuda.synchronize()
+    t.check()
+    t.close()
+    return wrong
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_graph_replays_follow_device_lengths(shared_gpu: None) -> None:
+    assert run_processes(_graph, 4, 100, backend="cpu:gloo", timeout=240) == [0] * 4
+
+
+@pytest.mark.multi_gpu
+@two_gpus
+def test_a_thousand_graph_replays_follow_device_lengths() -> None:
+    assert run_processes(_graph, 2, 1000, backend="cpu:gloo", timeout=240) == [0] * 2
+
+
+def _streams(rank: int, world_size: int) -> None:
+    """Calls from changing streams come one after another, and after a zero-copy call its buffer may be rewritten."""
+    t = open_transport(rank, world_size)
+    n = 1 << 18
+    plan = ExchangePlan(((0, n),) * world_size, t.owners, ((0, n),) * world_size, t.owners, world_size)
+    x, streams = t.empty((n,), torch.float32), [torch.cuda.Stream() for _ in range(3)]
+    outs = [torch.empty(n, device=t.device) for _ in range(30)]
+    x.zero_()
+    torch.cuda.synchronize()
+    for i, out in enumerate(outs):
+        stream = streams[i % 3]
+        stream.wait_stream(streams[(i - 1) % 3])
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20000 * (i % 2 == rank % 2))
+            x.fill_(i + rank)
+            t.exchange(plan, [x], [out])
+            x.fill_(-1e9)  # at once: peers have read
+    torch.cuda.synchronize()
+    for i, out in enumerate(outs):
+        assert_same(out.cpu(), torch.full((n,), float(world_size * i + sum(range(world_size)))))
+    t.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_streams_and_zero_copy(shared_gpu: None) -> None:
+    run_processes(_streams, 4, backend="cpu:gloo", timeout=240)
+
+
+@pytest.mark.multi_gpu
+@two_gpus
+def test_streams_and_zero_copy_on_two_gpus() -> None:
+    run_processes(_streams, 2, backend="cpu:gloo", timeout=240)
+
+
+def _absent(rank: int, world_size: int) -> str:
+    """The last process skips the second call: everybody hears who is missing, soon, and nothing is wrong or hangs."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    t = PeerTransport(dist.group.WORLD, tuple(range(world_size)), device, timeout=3)
+    n = 10000
+    plan = ExchangePlan(((0, n),) * world_size, t.owners, ((0, n),) * world_size, t.owners, world_size)
+    x, out = torch.ones(n, device=device), torch.zeros(n, device=device)
+    t.exchange(plan, [x], [out])
+    torch.cuda.synchronize()
+    assert bool((out == world_size).all())
+    begin = time.monotonic()
+    if rank == world_size - 1:
+        time.sleep(6)
+        t.exchange(plan, [x], [out])  # too late
+        torch.cuda.synchronize()
+    else:
+        t.exchange(plan, [x], [out])
+        torch.cuda.synchronize()
+    assert time.monotonic() - begin < 20 and bool(out.isnan().all())
+    with pytest.raises(RuntimeError, match=f"process {world_size - 1} did not come within 3 s.*of launch 2"):
+        t.exchange(plan, [x], [out])
+    with pytest.raises(RuntimeError) as caught:
+        t.check()
+    t.close()
+    return str(caught.value)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_process_that_never_comes_is_named(shared_gpu: None) -> None:
+    for message in run_processes(_absent, 3, backend="cpu:gloo", timeout=120):
+        assert "process 2 did not come" in message
+
+
+@pytest.mark.multi_gpu
+@two_gpus
+def test_a_process_that_never_comes_is_named_on_two_gpus() -> None:
+    run_processes(_absent, 2, backend="cpu:gloo", timeout=120)

@@ -1,0 +1,219 @@
+"""The command line: which options win, what is refused and how, and that the same command gives the same hash."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardsum.tools import cli
+from shardsum.tools.train.checkpoint import NAME
+from tests.processes import run_processes
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SEED = str(CONFIGS / "seed.yaml")
+SEED_ROW = "100 104 108 112 116 120 124 128 114 117 80 82 52 53 54 55 56 57 0 0"
+
+
+def parse(*arguments: str):
+    """The options of one command, as its function gets them."""
+    parser = cli.build_parser()
+    options = parser.instantiate(parser.parse_args(list(arguments)))
+    return options[options.subcommand]
+
+
+def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line with which a command is refused."""
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert len(lines) == 1, printed.err
+    assert printed.out == ""
+    return lines[0]
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_options_after_the_file_win_and_options_before_it_lose(tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("train: {steps: 7, parallel: documents}\n")
+    assert parse("train", "--config", str(file), "--train.steps", "50").train.steps == 50
+    assert parse("train", "--train.steps", "50", "--config", str(file)).train.steps == 7
+    assert parse("train", "--config", str(file), "--train.steps", "50").train.parallel == "documents"
+
+
+def test_flags_are_bare_and_defaults_are_visible() -> None:
+    assert parse("train", "--folder", "r", "--resume").resume is True
+    assert parse("train").resume is False
+    assert parse("train").group.num_virtual_ranks == 4
+
+
+@pytest.mark.parametrize("name", ["emulation.yaml", "multi_process.yaml"])
+def test_shipped_configs_state_every_field_and_differ_from_the_defaults_in_placement_only(name: str) -> None:
+    from dataclasses import asdict
+
+    import yaml
+
+    from shardsum.tools.train import RunConfig
+
+    given, defaults = yaml.safe_load((CONFIGS / name).read_text()), asdict(RunConfig())
+    del defaults["resume"]  # a flag of the command, not of the run
+    if name == "multi_process.yaml":
+        defaults["group"]["placement"] = "zigzag"
+    assert given == defaults
+    comments = [line for line in (CONFIGS / name).read_text().splitlines() if line.startswith("  ")]
+    assert all("#" in line for line in comments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["train", "--train.step", "4"], "--train.step"),  # an abbreviation
+        (["train", "--conf", SEED], "--conf"),
+        (["train", "--config", SEED], "num_virtual_ranks"),  # a key of another command
+        (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["train", "--train.parallel", "pipeline"], "pipeline"),
+        (["train", "--train.steps", "1e3"], "train.steps"),
+        (["train", "--train.steps", "-1"], "train.steps"),
+        (["train", "--train.seed", "99999999999999999999999"], "train.seed"),
+        (["train", "--group.timeout", "1e30"], "group.timeout"),
+        (["train", "--group.costs", "nowhere.json", "--folder", "r"], "costs: nowhere.json"),
+        (["train", "--model.width", "130"], "model.width"),
+        (["train", "--model.kv_heads", "3"], "model.kv_heads"),
+        (["train", "--resume"], "--folder"),
+        (["train", "--data", "/nowhere", "--folder", "r"], "/nowhere"),
+        (["train", "--train.sequence_length", "100000000", "--folder", "r"], "bytes of the data"),
+        (["train", "--folder", "/dev/null"], "/dev/null"),
+        (["compare", "--lengths", "[1, 2]"], "lengths"),
+        (["compare", "--lengths", "[1, 2, 21, 4]"], "virtual rank 2"),
+        (["compare", "--runs", "a", "b"], NAME),
+        (["dance"], "dance"),
+        ([], "doctor"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert named in refuse(capsys, *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_key_of_a_file_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("train: {stepz: 7}\n")
+    assert "train.stepz" in refuse(capsys, "train", "--config", str(file))
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in ("doctor", "train", "compare", "bench", "build"))
+
+
+# -- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_ends_with_the_path_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    from shardsum.native import loader as native
+
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("torch") and torch.__version__ in line for line in lines)
+    expected = "ok: native CPU kernel (" if native.status().backend == "native" else "ok: plain torch"
+    assert lines[-1].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("backend", "code", "last"), [("torch", 0, "ok: plain torch"), ("fortran", 1, "not ok: SHARDSUM_BACKEND")]
+)
+def test_doctor_says_why_when_a_path_is_forced(backend: str, code: int, last: str) -> None:
+    results = run_processes(_doctor, 1, backend)  # a process of its own: which path runs is decided once
+    assert results[0][0] == code
+    assert results[0][1].splitlines()[-1].startswith(last)
+
+
+def _doctor(rank: int, world_size: int, backend: str) -> tuple[int, str]:
+    from shardsum.native import loader as native
+
+    native._status = None  # forked from a process that has decided
+    os.environ["SHARDSUM_BACKEND"] = backend
+    return _captured(["doctor"])
+
+
+def _captured(arguments: list[str]) -> tuple[int, str]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = cli.main(arguments)
+    return code, out.getvalue()
+
+
+# -- compare ----------------------------------------------------------------------------------------------------------
+
+
+def _compare(rank: int, world_size: int, arguments: list[str]) -> tuple[int, str]:
+    return _captured(["compare", *arguments])
+
+
+def test_compare_seed_prints_the_row_and_the_same_hash_for_any_number_of_processes() -> None:
+    code, alone = _captured(["compare", "--config", SEED])
+    assert code == 0
+    assert SEED_ROW in alone
+    assert "local, all_reduce" in alone
+    for world_size in (3, 4):
+        results = run_processes(_compare, world_size, ["--config", SEED, "--placement", "zigzag"])
+        assert [code for code, _ in results] == [0] * world_size
+        together = results[0][1]
+        assert SEED_ROW in together
+        assert re.search(r"^gather, all_reduce +the same bits$", together, re.MULTILINE)
+        assert together.splitlines()[-1] == alone.splitlines()[-1]
+        assert alone.splitlines()[-1].startswith("hash ")
+        assert all(out == "" for _, out in results[1:])
+
+
+def test_compare_notices_other_bits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from shardsum import ShardGroup
+
+    honest = ShardGroup.all_reduce
+
+    def reversed_order(self: ShardGroup, shards: list, lengths: list, **options: object) -> torch.Tensor:
+        return honest(self, shards[::-1], lengths[::-1], **options)
+
+    monkeypatch.setattr(ShardGroup, "all_reduce", reversed_order)
+    assert cli.main(["compare", "--config", SEED]) == 1
+    printed = capsys.readouterr()
+    assert "OTHER BITS" in printed.out
+    assert "hash" not in printed.out
+    assert "ulp apart" in printed.err
+
+
+def test_compare_runs_names_the_first_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {"losses": torch.tensor([3.0, 2.0, 1.0]), "model.w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / NAME)
+    changed = load_file(tmp_path / "c" / NAME)
+    changed["losses"][1] = torch.nextafter(changed["losses"][1], torch.tensor(9.0))
+    changed["model.w"][1, 0] = 5.0
+    save_file(changed, tmp_path / "c" / NAME)
+
+    a, b, c = (str(tmp_path / name) for name in ("a", "b", "c"))
+    assert cli.main(["compare", "--runs", a, b]) == 0
+    assert capsys.readouterr().out.count("the same bits") == 2
+    assert cli.main(["compare", "--runs", a, c]) == 1
+    out = capsys.readouterr().out
+    assert "losses[1]" in out and "1 ulp apart" in out
+    assert "model.w[1, 0]: 3.0 against 5.0" in out

@@ -1,0 +1,331 @@
+"""The main job: one hash for any number of processes, resuming included; and what the data and the step must be.
+
+Cheapest first: pure data, one process, forked processes, one real launcher.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.backends.backend_agg  # noqa: F401  (once, not in every forked process)
+import numpy as np
+import pytest
+import torch
+import torch._dynamo  # AdamW imports it; here once, not in every forked process
+from safetensors.torch import load_file
+
+from shardsum import ShardGroup
+from shardsum.core.layout import owners_of
+from shardsum.tools import cli
+from shardsum.tools.train import GroupConfig, ModelConfig, RunConfig, RunResult, TrainConfig, loop, plots, run
+from shardsum.tools.train.checkpoint import NAME
+from shardsum.tools.train.data import START, Corpus
+from shardsum.tools.train.model import ByteTransformer
+from shardsum.tools.train.step import Step
+from tests.processes import run_processes
+
+STEPS = 4
+SMALLEST = ModelConfig(width=16, layers=1, heads=2, kv_heads=1, dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Some real source files: the whole standard library is read by the launcher's test."""
+    folder = tmp_path_factory.mktemp("text")
+    for name in ("argparse.py", "heapq.py", "textwrap.py"):
+        shutil.copy(Path(sysconfig.get_path("stdlib")) / name, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_picture() -> Iterator[None]:
+    """Drawing takes longer than a tiny run; the test of the run folder looks at the picture."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "save_plots", lambda path, **_: None)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def torch_settings() -> Iterator[None]:
+    """A run changes settings of the whole process."""
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+    torch.set_rng_state(state)
+
+
+def tiny(text: str, folder: Path, parallel: str, **changes: object) -> RunConfig:
+    """R = 4, uneven chunks, grouped queries, dropout, two micro-steps: everything that could tell processes apart."""
+    train = {"steps": STEPS, "sequence_length": 110, "document_length": 48, "accumulation": 2, "save_every": 0}
+    return RunConfig(
+        group=GroupConfig(placement=str(changes.pop("placement", "contiguous"))),  # type: ignore[arg-type]
+        model=ModelConfig(width=32, layers=2, heads=4, kv_heads=2, dropout=0.1),
+        train=TrainConfig(**{**train, "parallel": parallel, **changes}),  # type: ignore[arg-type]
+        data=text,
+        folder=str(folder),
+    )
+
+
+def train_processes(config: RunConfig, world_size: int) -> RunResult:
+    """Run on forked processes; all of them must return the same."""
+    results = run_processes(_train, world_size, config)
+    assert len({result.hash for result in results}) == 1
+    return results[0]
+
+
+def _train(rank: int, world_size: int, config: RunConfig) -> RunResult:
+    return run(config)
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_packed_sequences_are_the_whole_text_whatever_the_number_of_virtual_ranks(text: str) -> None:
+    corpus = Corpus(text, max_length=48, seed=3)
+    cpu, length = torch.device("cpu"), 110
+    for ranks in (1, 4, 7):
+        seen = b""
+        for step in range(3):
+            batch = corpus.packed(step, ranks, length)
+            shards = [batch.shard(v, cpu) for v in range(ranks)]
+            assert batch.cu_seqlens is not None and batch.cu_seqlens[-1] == length == sum(batch.lengths)
+            inputs, targets, positions = (
+                torch.cat([getattr(s, name) for s in shards]) for name in ("inputs", "targets", "positions")
+            )
+            starts = set(batch.cu_seqlens[:-1])
+            for i in range(length):
+                assert (inputs[i] == START) == (i in starts) == (positions[i] == 0)
+                if i not in starts:
+                    assert inputs[i] == targets[i - 1] and positions[i] == positions[i - 1] + 1
+            seen += bytes(targets.tolist())
+        order, _ = corpus._epoch(0)
+        assert seen == b"".join(corpus.documents[i] for i in order)[: 3 * length]
+
+
+def test_every_virtual_rank_has_its_own_document_and_an_epoch_has_each_once(text: str) -> None:
+    corpus = Corpus(text, max_length=48, seed=3)
+    steps = len(corpus.documents) // 4
+    batches = [corpus.own_documents(step, 4) for step in range(steps)]
+    seen = [piece.document for batch in batches for pieces in batch.pieces for piece in pieces]
+    assert len(seen) == 4 * steps
+    left = list(corpus.documents)
+    for document in seen:
+        left.remove(document)  # raises if one came twice
+    assert len({tuple(batch.lengths) for batch in batches}) > 1
+    assert max(map(len, corpus.documents)) == 48
+    assert Corpus(text, max_length=48, seed=3).own_documents(9, 4) == corpus.own_documents(9, 4)
+    assert Corpus(text, max_length=48, seed=4).own_documents(9, 4) != corpus.own_documents(9, 4)
+
+
+def test_data_skips_binary_and_hidden_files_and_refuses_a_folder_without_text(tmp_path: Path) -> None:
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "image").write_bytes(b"\x89PNG\0\0")
+    with pytest.raises(ValueError, match="no text in"):
+        Corpus(str(tmp_path), 48, 0)
+    (tmp_path / "b.txt").write_bytes(b"second\r\nline")
+    (tmp_path / "a.txt").write_bytes(b"\n\nfirst\n\n\n\nblock\n")
+    assert Corpus(str(tmp_path), 48, 0).documents == [b"first", b"block", b"second\nline"]
+    with pytest.raises(ValueError, match="sequence_length: 22 is more than the 21 bytes"):
+        Corpus(str(tmp_path), 48, 0).check_fills(22)
+    assert Corpus(str(tmp_path), 48, 0).packed(0, 4, 21).lengths == [6, 5, 5, 5]
+
+
+# -- one process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parallel", ["context", "documents"])
+def test_the_loss_falls_and_the_run_folder_holds_everything(
+    text: str, tmp_path: Path, parallel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loop, "save_plots", plots.save_plots)
+    config = tiny(text, Path("run"), parallel, steps=40, save_every=25)
+    result = run(config)
+    assert result.losses.shape == (40,)
+    assert result.losses[0] > 5.0 and result.losses[-5:].mean() < 3.6
+    metrics = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == list(range(1, 41))
+    assert [m["loss"] for m in metrics] == result.losses.tolist()
+    assert all(m["tokens_per_second"] > 0 for m in metrics)
+    assert Path("run/run.png").read_bytes().startswith(b"\x89PNG")
+    tensors = load_file(f"run/{NAME}")
+    assert torch.equal(tensors["losses"], result.losses)
+    assert tensors["rng.cpu"].shape[0] == 4
+    assert len({bytes(state.tolist()) for state in tensors["rng.cpu"]}) == 4
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+    assert sorted(p.name for p in Path("run").iterdir()) == [NAME, "config.yaml", "metrics.jsonl", "run.png"]
+
+
+def test_a_picture_of_no_step_and_of_many_processes(text: str, tmp_path: Path) -> None:
+    corpus = Corpus(text, 48, 0)
+    nothing = {"losses": np.zeros(0, np.float32), "loss_per_position": np.zeros((48, 2), np.float32)}
+    owners = owners_of(20, 10, "zigzag")
+    plots.save_plots(tmp_path / "a.png", **nothing, batch=corpus.packed(0, 20, 12), owners=owners)  # empty chunks, too
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_splitting_a_sequence_changes_its_loss_and_gradients_by_rounding_only(text: str) -> None:
+    corpus = Corpus(text, 48, 0)
+    results = []
+    for ranks in (1, 4, 7):
+        torch.manual_seed(0)
+        model = ByteTransformer(ModelConfig(width=32, layers=2, heads=4, kv_heads=2))
+        step = Step(ShardGroup(ranks), model, 48, bf16=False)(
+            [corpus.packed(micro_step, ranks, 110) for micro_step in range(2)]
+        )
+        results.append([step.loss, step.loss_per_position, *(p.grad for p in model.parameters())])
+        assert step.num_tokens == 220 == step.loss_per_position[:, 1].sum()
+        torch.testing.assert_close(step.loss_per_position[:, 0].sum() / 220, step.loss.detach())
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_and_seed_change_the_hash(text: str, tmp_path: Path) -> None:
+    config = tiny(text, tmp_path / "a", "context", steps=2)
+    hashes = {run(config).hash}
+    hashes.add(run(dataclasses.replace(config, folder=str(tmp_path / "b"), model=ModelConfig(width=32, heads=4))).hash)
+    hashes.add(run(tiny(text, tmp_path / "c", "context", steps=2, seed=1)).hash)
+    assert len(hashes) == 3
+
+
+def test_a_run_folder_is_not_overwritten_and_other_settings_are_not_resumed(text: str, tmp_path: Path) -> None:
+    config = tiny(text, tmp_path / "a", "documents", steps=1)
+    run(config)
+    with pytest.raises(ValueError, match="holds a checkpoint"):
+        run(config)
+    other = tiny(text, tmp_path / "a", "documents", learning_rate=1.0)
+    with pytest.raises(ValueError, match=r"train.learning_rate is 1.0, but the checkpoint was made with 0.003"):
+        run(dataclasses.replace(other, resume=True))
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("another text")
+    with pytest.raises(ValueError, match="not the data of the checkpoint"):
+        run(dataclasses.replace(config, data=str(tmp_path / "text"), resume=True))
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        run(dataclasses.replace(config, folder=str(tmp_path / "b"), resume=True))
+
+
+# -- forked processes -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(text: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunResult]:
+    """The uninterrupted runs of one process; every other run must have their hash."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {
+        parallel: train_processes(tiny(text, folder / parallel, parallel), 1) for parallel in ("context", "documents")
+    }
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "placement"),
+    [
+        *itertools.product(["context"], [2, 3, 4], ["contiguous", "zigzag"]),
+        ("documents", 2, "contiguous"),
+        ("documents", 3, "zigzag"),
+        ("documents", 4, "zigzag"),
+    ],
+)
+def test_the_same_hash_on_any_number_of_processes(
+    text: str, tmp_path: Path, alone: dict[str, RunResult], parallel: str, world_size: int, placement: str
+) -> None:
+    result = train_processes(tiny(text, tmp_path / "run", parallel, placement=placement), world_size)
+    assert torch.equal(result.losses, alone[parallel].losses)
+    assert result.hash == alone[parallel].hash
+
+
+def test_the_same_hash_after_one_and_after_fifty_steps(text: str, tmp_path: Path) -> None:
+    for steps in (1, 50):
+        changes = {"steps": steps, "accumulation": 1, "sequence_length": 60}
+
+        def smallest(name: str, **more: object) -> RunConfig:
+            config = tiny(text, tmp_path / f"{name}-{steps}", "context", **changes, **more)  # noqa: B023
+            return dataclasses.replace(config, model=SMALLEST)
+
+        alone = train_processes(smallest("alone"), 1).hash
+        for world_size, placement in ((2, "contiguous"), (3, "zigzag"), (4, "contiguous"), (4, "zigzag")):
+            config = smallest(f"{placement}-{world_size}", placement=placement)
+            assert train_processes(config, world_size).hash == alone, (steps, world_size, placement)
+
+
+@pytest.mark.parametrize(("parallel", "world_sizes"), [("context", [1, 3]), ("documents", [3])])
+def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_three(
+    text: str, tmp_path: Path, alone: dict[str, RunResult], parallel: str, world_sizes: list[int]
+) -> None:
+    train_processes(tiny(text, tmp_path / "run", parallel, steps=STEPS // 2), 4)
+    for world_size in world_sizes:
+        folder = tmp_path / f"resumed-{world_size}"
+        shutil.copytree(tmp_path / "run", folder)
+        config = tiny(text, folder, parallel, placement="zigzag")
+        result = train_processes(dataclasses.replace(config, resume=True), world_size)
+        assert result.hash == alone[parallel].hash
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) == STEPS
+
+
+def _interrupted(rank: int, world_size: int, config: RunConfig) -> RunResult:
+    honest, calls = Step.__call__, []
+
+    def step(self: Step, batches: list) -> object:
+        calls.append(1)
+        if rank == world_size - 1 and len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return honest(self, batches)
+
+    Step.__call__ = step  # type: ignore[method-assign,assignment]
+    return run(config)
+
+
+def test_ctrl_c_on_one_process_saves_a_checkpoint_that_goes_on_to_the_same_hash(
+    text: str, tmp_path: Path, alone: dict[str, RunResult]
+) -> None:
+    config = tiny(text, tmp_path / "run", "context")
+    results = run_processes(_interrupted, 2, config)
+    assert [result.interrupted for result in results] == [True, True]
+    assert [len(result.losses) for result in results] == [2, 2]
+    resumed = train_processes(dataclasses.replace(config, resume=True), 1)
+    assert not resumed.interrupted
+    assert resumed.hash == alone["context"].hash
+
+
+def _different_data(rank: int, world_size: int, config: RunConfig, folder: str) -> str:
+    try:
+        run(dataclasses.replace(config, data=folder) if rank == 1 else config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_processes_that_see_different_data_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("another text\n" * 20)
+    errors = run_processes(_different_data, 2, tiny(text, tmp_path / "run", "context"), str(tmp_path / "text"))
+    assert all("differs from virtual rank 0's" in error for error in errors)
+
+
+# -- a real launcher --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_torchrun_prints_the_hash_of_a_lone_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["train", "--train.parallel", "context", "--train.steps", "2", "--train.sequence_length", "300"]
+    assert cli.main([*options, "--folder", str(tmp_path / "alone")]) == 0
+    alone = capsys.readouterr().out
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "shardsum"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, *launcher, *options, "--folder", "together"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    hashes = [re.findall(r"^hash [0-9a-f]{64}$", out, re.MULTILINE) for out in (alone, done.stdout)]
+    assert len(hashes[0]) == 1
+    assert hashes[0] == hashes[1]

@@ -1,0 +1,311 @@
+"""DDP and FSDP2 through the hooks: the bits of virtual ranks in one process, over 10 steps of a small model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # DDP imports it; here once, not in every forked child
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardsum import ShardGroup
+from shardsum.core import bits, reference
+from shardsum.training.hooks import FSDPReduceScatter, HookState, ddp_comm_hook
+from tests.processes import run_processes
+
+STEPS = 10
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Sizes that no number of processes divides."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(9, 21), nn.Tanh(), nn.Linear(21, 13), nn.Tanh(), nn.Linear(13, 5)).to(dtype)
+
+
+def batch(rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    g = torch.Generator().manual_seed(100 * rank + step)
+    return (10.0 ** (rank - 1) * torch.randn(4, 9, generator=g)).to(dtype)  # ranks of unlike weight: order matters
+
+
+def loss_of(model: nn.Module, rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    return model(batch(rank, step, dtype)).float().square().sum()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def emulate(
+    num_ranks: int, dtype: torch.dtype, *, wire: torch.dtype | None = None, batches: list[int] | None = None
+) -> list[torch.Tensor]:
+    """Training with the ranks one after the other in this process; ``batches`` per rank, zeros once they ran out."""
+    torch.set_num_threads(1)
+    model = make_model(dtype)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        rows: list[list[torch.Tensor]] = []
+        for rank in range(num_ranks):
+            model.zero_grad()
+            if batches is None or step < batches[rank]:
+                loss_of(model, rank, step, dtype).backward()
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+            rows.append([g if wire is None else g.to(wire) for g in grads])
+        for i, p in enumerate(model.parameters()):
+            parts = [row[i].flatten() for row in rows]
+            total = reference.ragged_sum(parts, [0] * num_ranks, p.numel(), op="mean", out_dtype=wire or p.dtype)
+            p.grad = total.view_as(p).to(p.dtype)
+        optimizer.step()
+        if batches is not None and step + 1 >= max(batches):
+            break
+    return [p.detach() for p in model.parameters()]
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for i, (f, e) in enumerate(zip(found, expected)):
+        assert bits.equal(f, e), (i, bits.first_difference(f, e))
+
+
+def _ddp(rank: int, world_size: int, dtype: torch.dtype, wire: Any, views: bool, batches: Any) -> list[torch.Tensor]:
+    model = DistributedDataParallel(make_model(dtype), bucket_cap_mb=0.001, gradient_as_bucket_view=views)
+    model.register_comm_hook(HookState(ShardGroup(), wire_dtype=wire), ddp_comm_hook)
+    optimizer = optimizer_of(model)
+    with model.join(enable=batches is not None):
+        for step in range(STEPS if batches is None else batches[rank]):
+            optimizer.zero_grad()
+            loss_of(model, rank, step, dtype).backward()
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "wire", "views"),
+    [
+        (2, torch.float32, None, False),
+        (4, torch.float32, None, True),
+        (4, torch.float32, torch.bfloat16, False),
+        (4, torch.bfloat16, None, False),
+    ],
+)
+def test_ddp_equals_virtual_ranks(world_size: int, dtype: torch.dtype, wire: Any, views: bool) -> None:
+    expected = emulate(world_size, dtype, wire=wire)
+    for found in run_processes(_ddp, world_size, dtype, wire, views, None):
+        assert_same(found, expected)
+
+
+def test_ddp_join_with_unequal_batches() -> None:
+    expected = emulate(2, torch.float32, batches=[3, 5])
+    for found in run_processes(_ddp, 2, torch.float32, None, False, [3, 5]):
+        assert_same(found, expected)
+
+
+def _one_gradient(rank: int, world_size: int, scale: float | None, wire: Any) -> torch.Tensor:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(HookState(ShardGroup(), scale=scale, wire_dtype=wire), ddp_comm_hook)
+    (ddp(torch.ones(1, 1, dtype=torch.float64)) * (1 + 2 * rank)).sum().backward()
+    return model.weight.grad.flatten()
+
+
+@pytest.mark.parametrize(
+    ("scale", "wire", "expected"), [(None, None, 2.0), (1.0, None, 4.0), (None, torch.float16, 2.0)]
+)
+def test_ddp_averages_unless_told_otherwise(scale: float | None, wire: Any, expected: float) -> None:
+    for grad in run_processes(_one_gradient, 2, scale, wire):
+        assert bits.equal(grad, torch.tensor([expected], dtype=torch.float64))
+
+
+def _bf16_gradients(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    mine = (torch.randn(5000, generator=g) * 2.0 ** torch.randint(-9, 9, (5000,), generator=g)).bfloat16()
+    layer = nn.Linear(5000, 1, bias=False, dtype=torch.bfloat16)
+    ddp = DistributedDataParallel(layer)
+    ddp.register_comm_hook(HookState(ShardGroup(), scale=1.0), ddp_comm_hook)
+    ddp(mine[None]).sum().backward()  # the weight's gradient is the input
+    return mine, layer.weight.grad[0]
+
+
+def test_bf16_gradients_are_within_one_ulp_of_float64() -> None:
+    results = run_processes(_bf16_gradients, 4)
+    exact = sum(mine.double() for mine, _ in results)
+    below = exact.abs().log2().floor().clamp(min=-126)
+    ulp = 2.0 ** (below - 7)
+    chained = results[0][0]
+    for mine, _ in results[1:]:
+        chained = chained + mine
+    for _, grad in results:
+        assert ((grad.double() - exact).abs() <= ulp).all()
+    assert not ((chained.double() - exact).abs() <= ulp).all()  # adding in bf16 does not reach that
+
+
+def _bytes(rank: int, world_size: int, wire: Any, transport: str) -> int:
+    group, ddp = ShardGroup(transport=transport), DistributedDataParallel(nn.Linear(300, 300))
+    ddp.register_comm_hook(HookState(group, wire_dtype=wire), ddp_comm_hook)
+    ddp(torch.ones(2, 300)).sum().backward()
+    return group.stats().total
+
+
+@pytest.mark.parametrize("transport", ["gather", "all_to_all"])
+def test_bf16_wire_moves_half_the_bytes(transport: str) -> None:
+    full, half = (run_processes(_bytes, 2, wire, transport)[0] for wire in (None, torch.bfloat16))
+    assert full == 2 * half > 0
+
+
+def shard(model: nn.Module, reduce_scatter: FSDPReduceScatter, **options: Any) -> nn.Module:
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    for layer in (*model.children(), model):
+        if isinstance(layer, nn.Linear) or layer is model:
+            fully_shard(layer, mesh=mesh, **options)
+    for m in model.modules():
+        if isinstance(m, FSDPModule):
+            m.set_gradient_divide_factor(1.0)
+            m.set_force_sum_reduction_for_comms(True)
+            m.set_custom_reduce_scatter(reduce_scatter)
+    return model
+
+
+def _fsdp(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> list[torch.Tensor]:
+    reduce_scatter = FSDPReduceScatter(scale=1 / world_size)
+    model = shard(make_model(), reduce_scatter, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, rank, step, torch.float32).backward()
+        optimizer.step()
+    assert len(reduce_scatter._groups) == 1
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("world_size", "reduce_dtype"), [(2, None), (4, None), (4, torch.bfloat16)])
+def test_fsdp_equals_virtual_ranks(world_size: int, reduce_dtype: torch.dtype | None) -> None:
+    expected = emulate_fsdp(world_size, reduce_dtype)
+    for found in run_processes(_fsdp, world_size, reduce_dtype):
+        assert_same(found, expected)
+
+
+def emulate_fsdp(num_ranks: int, reduce_dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """The same training by ``replicas``; with a low-precision reduce dtype the result is rounded to it as well."""
+    torch.set_num_threads(1)
+    model, group = make_model(), ShardGroup(num_ranks)
+    hosted, optimizer = group.replicas(model), optimizer_of(model)
+    for step in range(STEPS):
+        for rank, replica in enumerate(hosted):
+            loss_of(replica, rank, step, torch.float32).backward()
+            if reduce_dtype is not None:
+                for p in replica.parameters():
+                    p.grad = p.grad.to(reduce_dtype).to(p.dtype)
+        group.reduce_gradients(hosted, scale=1 / num_ranks)
+        if reduce_dtype is not None:
+            for p in model.parameters():
+                p.grad = p.grad.to(reduce_dtype).to(p.dtype)
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def _fsdp_average(rank: int, world_size: int, first: bool) -> str:
+    model = fully_shard(make_model(), mesh=init_device_mesh("cpu", (world_size,)))
+    if first:
+        model.set_gradient_divide_factor(1.0)
+    model.set_custom_reduce_scatter(FSDPReduceScatter())
+    try:
+        loss_of(model, rank, 0, torch.float32).backward()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_fsdp_average_is_refused_with_the_remedy(first: bool) -> None:
+    for message in run_processes(_fsdp_average, 2, first):
+        assert "set_gradient_divide_factor(1.0) and set_force_sum_reduction_for_comms(True)" in message
+        assert ("asks for PREMUL_SUM" if first else "asks for AVG") in message
+
+
+def _call_directly(rank: int, world_size: int) -> tuple[str, torch.Tensor]:
+    reduce_scatter = FSDPReduceScatter()
+    x = reduce_scatter.allocate((6,), dtype=torch.float32, device=torch.device("cpu")).copy_(torch.arange(6.0))
+    out = reduce_scatter.allocate((3,), dtype=torch.float32, device=torch.device("cpu"))
+    try:
+        reduce_scatter(out, x, dist.group.WORLD, dist.ReduceOp.SUM, async_op=True)
+    except ValueError as error:
+        message = str(error)
+    reduce_scatter(out, x * (1 + rank), dist.group.WORLD, dist.ReduceOp.SUM)
+    return message, out
+
+
+def test_fsdp_interface() -> None:
+    for rank, (message, out) in enumerate(run_processes(_call_directly, 2)):
+        assert message.startswith("async_op:")
+        assert torch.equal(out, 3 * torch.arange(6.0)[3 * rank : 3 * rank + 3])
+
+
+def test_hook_state_refuses_what_cannot_work() -> None:
+    with pytest.raises(ValueError, match="group: 4 virtual ranks on 1 processes"):
+        HookState(ShardGroup(4))
+    with pytest.raises(ValueError, match=r"wire_dtype: torch\.int32 is none of torch.float16"):
+        HookState(ShardGroup(1), wire_dtype=torch.int32)
+    for refuse in (lambda: HookState(ShardGroup(1), scale="1"), lambda: FSDPReduceScatter(scale=True)):
+        with pytest.raises(ValueError, match="scale: expected a float"):
+            refuse()
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def _ddp_on_gpu(rank: int, world_size: int, wire: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The gradients of a plain backward pass here, and those that DDP leaves."""
+    module = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]).cuda()
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank)).cuda()
+    ddp = DistributedDataParallel(module, device_ids=[rank], bucket_cap_mb=0.3)
+    module(x).square().sum().backward()
+    plain = [p.grad.clone().cpu() for p in module.parameters()]
+    ddp.register_comm_hook(HookState(ShardGroup(), wire_dtype=wire), ddp_comm_hook)
+    for _ in range(3):  # buckets are rebuilt after the first step
+        module.zero_grad()
+        ddp(x).square().sum().backward()
+    return plain, [p.grad.cpu() for p in module.parameters()]
+
+
+@pytest.mark.multi_gpu
+@two_gpus
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_ddp_on_gpus_gives_the_mean_in_rank_order(wire: Any) -> None:
+    results = run_processes(_ddp_on_gpu, 2, wire, backend="nccl")
+    for i, rows in enumerate(zip(*[plain for plain, _ in results])):
+        sent = [row.flatten() if wire is None else row.flatten().to(wire) for row in rows]
+        expected = reference.ragged_sum(sent, [0, 0], sent[0].numel(), op="mean", out_dtype=sent[0].dtype)
+        for _, found in results:
+            assert bits.equal(found[i].flatten(), expected.to(rows[0].dtype))
+
+
+def _fsdp_on_gpu(rank: int, world_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A direct call, and the gradients of a sharded model whose every process has the same batch."""
+    reduce_scatter = FSDPReduceScatter(scale=1 / world_size)
+    x = torch.randn(2000, generator=torch.Generator().manual_seed(rank)).bfloat16().cuda()
+    out = torch.empty(1000, dtype=torch.bfloat16, device="cuda")
+    reduce_scatter(out, x, dist.group.WORLD, dist.ReduceOp.SUM)
+    torch.manual_seed(0)
+    model = shard(nn.Sequential(nn.Linear(9, 21), nn.Tanh(), nn.Linear(21, 13)).cuda(), reduce_scatter)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(4, 9, device="cuda")).square().sum().backward()
+    return out.cpu(), [p.grad.full_tensor().cpu() for p in model.parameters()]
+
+
+@pytest.mark.multi_gpu
+@two_gpus
+def test_fsdp_on_gpus() -> None:
+    results = run_processes(_fsdp_on_gpu, 2, backend="nccl")
+    rows = [torch.randn(2000, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(2)]
+    expected = reference.ragged_sum(rows, [0, 0], 2000, scale=0.5, out_dtype=torch.bfloat16)
+    assert bits.equal(torch.cat([out for out, _ in results]), expected)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 21), nn.Tanh(), nn.Linear(21, 13)).cuda()
+    model(torch.ones(4, 9, device="cuda")).square().sum().backward()
+    for _, grads in results:
+        for grad, p in zip(grads, model.parameters()):
+            torch.testing.assert_close(grad, p.grad.cpu(), rtol=1e-5, atol=1e-5)
