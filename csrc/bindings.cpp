@@ -10,16 +10,24 @@
 namespace shardsum {
 namespace {
 
+// The accumulators at which sums into args.out start.
 template <class Device>
-void sum_rows(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorArg out_arg(stack[0]);
-  TensorListArg rows(stack[1]);
-  IntListArg starts(stack[2]);
-  const Finish finish = take_finish(stack + 3);
+const void* carry_of(const TensorView& carry, const SumArgs& args) {
+  const DType accumulator = !is_floating(args.in_dtype)        ? DType::kInt64
+                            : args.in_dtype == DType::kFloat64 ? DType::kFloat64
+                                                               : DType::kFloat32;
+  STD_TORCH_CHECK(dtype_of(carry) == accumulator && Device::owns(carry), "shardsum: carry is not of accumulators");
+  STD_TORCH_CHECK(carry.is_contiguous() && carry.width(0) == args.size * args.width,
+                  "shardsum: carry does not fit out");
+  return carry.data();
+}
 
-  const TensorView out = out_arg.view();
+template <class Device>
+void sum_row_list(const TensorView& out, const std::optional<TensorArg>& carry, TensorListArg& rows,
+                  const IntListArg& starts, const Finish& finish) {
   STD_TORCH_CHECK(rows.size() > 0 && starts.size() == rows.size(), "shardsum: rows and starts differ in number");
-  const SumArgs args = describe(out, rows[0], rows.size(), finish);
+  SumArgs args = describe(out, rows[0], rows.size(), finish);
+  if (carry) args.carry = carry_of<Device>(carry->view(), args);
   const int32_t dtype = rows[0].dtype_code();
   Table<Row> table(rows.size());
   for (int64_t r = 0; r < rows.size(); ++r) {
@@ -30,6 +38,29 @@ void sum_rows(StableIValue* stack, uint64_t, uint64_t) {
     table[r] = clip(row.data(), starts[r], row.size(0), args);
   }
   if (args.size * args.width > 0) Device(out).sum_rows(args, table.data());
+}
+
+template <class Device>
+void sum_rows(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg out(stack[0]);
+  TensorListArg rows(stack[1]);
+  const IntListArg starts(stack[2]);
+  sum_row_list<Device>(out.view(), {}, rows, starts, take_finish(stack + 3));
+}
+
+// sum_rows_carry(Tensor(a!) out, Tensor? carry, Tensor[] rows, int[] starts, int carried, bool mean, float? scale)
+template <class Device>
+void sum_rows_carry(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg out(stack[0]);
+  std::optional<TensorArg> carry;
+  if (const auto handle = take_optional(stack[1])) carry.emplace(*handle);
+  TensorListArg rows(stack[2]);
+  const IntListArg starts(stack[3]);
+  const int64_t carried = torch::stable::detail::to<int64_t>(stack[4]);
+  Finish finish = take_mean_and_scale(stack + 5);
+  STD_TORCH_CHECK(carried >= 0 && carried <= INT32_MAX, "shardsum: ", carried, " carried contributions");
+  finish.carried = static_cast<int32_t>(carried);
+  sum_row_list<Device>(out.view(), carry, rows, starts, finish);
 }
 
 template <class Device>
@@ -126,6 +157,7 @@ void sum_masked(StableIValue* stack, uint64_t, uint64_t) {
 template <class Device>
 void register_operators(torch::stable::detail::StableLibrary& m) {
   m.impl("sum_rows", &sum_rows<Device>);
+  m.impl("sum_rows_carry", &sum_rows_carry<Device>);
   m.impl("sum_padded", &sum_padded<Device>);
   m.impl("sum_padded_device", &sum_padded_device<Device>);
   m.impl("sum_masked", &sum_masked<Device>);

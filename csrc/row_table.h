@@ -9,6 +9,9 @@
 // then, with accumulate, add to the value already in out; all of it in the accumulator's type, each step
 // rounded once, no contraction. Last, one rounding to the output's type. A kernel never learns where
 // rows come from (shards in place, a gathered buffer, peer memory).
+//
+// A sum may be carried: it then starts at carry[i], the unrounded sum of rows that were added elsewhere, and not at
+// +0.0. With an output in the accumulator's type and nothing to finish it is carried on.
 #pragma once
 #include <cstdint>
 
@@ -47,6 +50,9 @@ inline int64_t element_size(DType dtype) {
   return 8;
 }
 
+// Of the accumulator.
+inline int64_t accumulator_size(DType dtype) { return dtype <= DType::kFloat32 ? 4 : 8; }
+
 struct Row {
   const void* data;  // address of element `begin`; any alignment that the dtype allows
   int64_t begin;     // flat elements
@@ -58,6 +64,7 @@ struct Finish {
   bool has_scale = false;
   double scale = 1.0;  // converted once to the accumulator's type
   bool accumulate = false;
+  int32_t carried = 0;  // contributions to each carried accumulator, for the mean
 };
 
 // Rows whose bounds are only known on the device. Row r starts at `data + r * row_stride` (elements)
@@ -88,6 +95,7 @@ struct SumArgs {
   int64_t width = 1;    // elements per position
   void* out = nullptr;  // contiguous, size * width elements
   Finish finish;
+  const void* carry = nullptr;  // size * width accumulators, none of them -0.0 (a sum from +0.0 never is); null: +0.0
 };
 
 // CPU: threads by the caller's parallel_for; see cpu/.

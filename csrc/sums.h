@@ -66,14 +66,19 @@ inline SumArgs describe(const TensorView& out, const TensorView& in, int64_t num
   return args;
 }
 
-// The last three arguments of most operators: mean, scale, accumulate.
-inline Finish take_finish(const StableIValue* stack) {
+inline Finish take_mean_and_scale(const StableIValue* stack) {
   Finish finish;
   finish.mean = torch::stable::detail::to<bool>(stack[0]);
   if (const auto scale = torch::stable::detail::to<std::optional<double>>(stack[1])) {
     finish.has_scale = true;
     finish.scale = *scale;
   }
+  return finish;
+}
+
+// The last three arguments of most operators: mean, scale, accumulate.
+inline Finish take_finish(const StableIValue* stack) {
+  Finish finish = take_mean_and_scale(stack);
   finish.accumulate = torch::stable::detail::to<bool>(stack[2]);
   return finish;
 }

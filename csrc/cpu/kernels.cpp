@@ -53,12 +53,18 @@ struct Span : Sum<In, Out> {
   using V = typename S::V;
   static constexpr int kLanes = S::kLanes, kTile = kTileVectors * kLanes;
 
-  V count() const { return V{} + typename S::Acc(num_rows); }
+  using Acc = typename S::Acc;
+
+  V count() const { return V{} + Acc(num_rows + this->finish.carried); }
 
   // kVectors vectors of columns: the accumulators stay in registers while all rows go by, in their order.
   template <int kVectors, bool kPrefetch, bool kStream>
   void sum_tile(int64_t at) const {
     V acc[kVectors] = {};
+    if (carry) {
+#pragma GCC unroll 8
+      for (int k = 0; k < kVectors; ++k) acc[k] = load<V>(carry + at + k * kLanes);
+    }
     for (int64_t r = 0; r < num_rows; ++r) {
       const In* row = rows[r] + at;
       if constexpr (kPrefetch) {
@@ -74,7 +80,7 @@ struct Span : Sum<In, Out> {
   }
 
   void sum_some(int64_t at, int64_t some) const {
-    V acc{};
+    V acc = carry ? load_some<V, sizeof(Acc)>(carry + at, some) : V{};
     for (int64_t r = 0; r < num_rows; ++r) {
       acc += S::widened(load_some<typename S::InBits, sizeof(In)>(rows[r] + at, some));
     }
@@ -92,13 +98,19 @@ struct Span : Sum<In, Out> {
 
   const In* const* rows;
   int64_t num_rows;
+  const Acc* carry;  // null: the sums start at +0.0
   Out* out;
 };
 
 template <class In, class Out>
-void sum_span(const void* const* rows, int64_t num_rows, void* out, int64_t count, const Finish& finish,
-              bool streamed) {
-  const Span<In, Out> span{{finish}, reinterpret_cast<const In* const*>(rows), num_rows, static_cast<Out*>(out)};
+void sum_span(const void* const* rows, int64_t num_rows, const void* carry, void* out, int64_t count,
+              const Finish& finish, bool streamed) {
+  using Acc = typename Sum<In, Out>::Acc;
+  const Span<In, Out> span{{finish},
+                           reinterpret_cast<const In* const*>(rows),
+                           num_rows,
+                           static_cast<const Acc*>(carry),
+                           static_cast<Out*>(out)};
   if (!streamed) return span.template sum<false>(0, count);
   constexpr int64_t kBytes = sizeof(typename Sum<In, Out>::OutBits);
   const int64_t misaligned = reinterpret_cast<uintptr_t>(out) % kBytes;
@@ -118,9 +130,12 @@ struct Block : Sum<In, Out> {
   using Acc = typename S::Acc;
   static constexpr int kLanes = S::kLanes;
 
-  Block(const Finish& finish, int64_t first, int64_t count) : S{finish}, first(first), count(count) {
+  Block(const Finish& finish, const Acc* carry, int64_t first, int64_t count) : S{finish}, first(first), count(count) {
     __builtin_memset(acc, 0, (count + kLanes) * sizeof(Acc));
-    if (finish.mean) __builtin_memset(rows, 0, (count + kLanes) * sizeof(Acc));
+    if (carry) __builtin_memcpy(acc, carry + first, count * sizeof(Acc));
+    if (finish.mean) {
+      for (int64_t i = 0; i < count + kLanes; ++i) rows[i] = Acc(finish.carried);
+    }
   }
 
   void add(const Row& row) {
@@ -152,8 +167,9 @@ struct Block : Sum<In, Out> {
 };
 
 template <class In, class Out>
-void sum_block(const Row* rows, int64_t num_rows, void* out, int64_t first, int64_t count, const Finish& finish) {
-  Block<In, Out> block(finish, first, count);
+void sum_block(const Row* rows, int64_t num_rows, const void* carry, void* out, int64_t first, int64_t count,
+               const Finish& finish) {
+  Block<In, Out> block(finish, static_cast<const typename Sum<In, Out>::Acc*>(carry), first, count);
   for (int64_t r = 0; r < num_rows; ++r) {
     if (rows[r].begin < first + count && rows[r].end > first) block.add(rows[r]);
   }

@@ -7,13 +7,15 @@
 namespace shardsum {
 
 // `count` elements that the same rows cover: rows[k] points at the first of them in the k-th of these rows.
+// carry: the first of the accumulators at which the sums start, or null.
 // stream: the output is too large to be found in a cache later; write around the caches where the processor can.
-using SpanKernel = void (*)(const void* const* rows, int64_t num_rows, void* out, int64_t count, const Finish& finish,
-                            bool stream);
+using SpanKernel = void (*)(const void* const* rows, int64_t num_rows, const void* carry, void* out, int64_t count,
+                            const Finish& finish, bool stream);
 
-// Elements [first, first + count) of the output, at most kBlockElements of them, row after row.
-using BlockKernel = void (*)(const Row* rows, int64_t num_rows, void* out, int64_t first, int64_t count,
-                             const Finish& finish);
+// Elements [first, first + count) of the output, at most kBlockElements of them, row after row. carry and out point at
+// element 0.
+using BlockKernel = void (*)(const Row* rows, int64_t num_rows, const void* carry, void* out, int64_t first,
+                             int64_t count, const Finish& finish);
 constexpr int64_t kBlockElements = 512;
 
 // Up to 64 positions of width 1: bit i of words[r] says whether data[r * row_stride + i] contributes to position i.

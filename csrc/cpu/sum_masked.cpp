@@ -53,7 +53,7 @@ struct MaskedSum {
     Run run = next_run(in, 0, count, changes, scratch.active[0], scratch);
     for (int64_t i = 1; run.begin < count; ++i) {
       const Run later = next_run(in, run.end, count, changes, scratch.active[i & 1], scratch);
-      kernels.span(scratch.active[~i & 1].data(), run.num_active,
+      kernels.span(scratch.active[~i & 1].data(), run.num_active, nullptr,
                    out + run.begin * args.width * element_size(args.out_dtype), (run.end - run.begin) * args.width,
                    args.finish, false);
       run = later;

@@ -8,6 +8,11 @@
 namespace shardsum {
 namespace {
 
+// Moved for each element of the output, whatever rows cover it.
+int64_t fixed_bytes(const SumArgs& args) {
+  return element_size(args.out_dtype) + (args.carry ? accumulator_size(args.in_dtype) : 0);
+}
+
 // Elements [begin, end) have one set of rows; `work` bytes are moved before them.
 struct Span {
   int64_t begin;
@@ -33,7 +38,7 @@ class Spans {
     num_cuts = std::unique(cuts.data(), cuts.data() + num_cuts) - cuts.data();
     int64_t work = 0;
     for (int64_t i = 0; i + 1 < num_cuts; ++i) {
-      int64_t bytes = element_size(args.out_dtype);
+      int64_t bytes = fixed_bytes(args);
       for (int64_t r = 0; r < args.num_rows; ++r) {
         if (rows[r].begin <= cuts[i] && cuts[i] < rows[r].end) bytes += element_size(args.in_dtype);
       }
@@ -64,7 +69,7 @@ class Spans {
 int64_t moved_bytes(const SumArgs& args, const Row* rows) {
   int64_t elements = 0;
   for (int64_t r = 0; r < args.num_rows; ++r) elements += rows[r].end - rows[r].begin;
-  return elements * element_size(args.in_dtype) + args.size * args.width * element_size(args.out_dtype);
+  return elements * element_size(args.in_dtype) + args.size * args.width * fixed_bytes(args);
 }
 
 // Whether the set of rows changes so often that going through it for every span costs more than it saves.
@@ -80,13 +85,15 @@ bool has_narrow_spans(const SumArgs& args, const Row* rows) {
 // Elements [first, last), block by block.
 void sum_blocks(const SumArgs& args, const Row* rows, BlockKernel sum_block, int64_t first, int64_t last) {
   for (; first < last; first += kBlockElements) {
-    sum_block(rows, args.num_rows, args.out, first, std::min(last - first, kBlockElements), args.finish);
+    sum_block(rows, args.num_rows, args.carry, args.out, first, std::min(last - first, kBlockElements), args.finish);
   }
 }
 
 // Elements [first, last), span by span.
 void sum_spans(const SumArgs& args, const Row* rows, SpanKernel sum_span, int64_t first, int64_t last, bool stream) {
   const int64_t in_bytes = element_size(args.in_dtype), out_bytes = element_size(args.out_dtype);
+  const int64_t carry_bytes = accumulator_size(args.in_dtype);
+  const char* carry = static_cast<const char*>(args.carry);
   Table<const void*> active(args.num_rows);
   for (int64_t begin = first, end = last; begin < last; begin = end, end = last) {
     int64_t num_active = 0;
@@ -97,8 +104,8 @@ void sum_spans(const SumArgs& args, const Row* rows, SpanKernel sum_span, int64_
       active[num_active] = static_cast<const char*>(row.data) + (begin - row.begin) * in_bytes;
       num_active += begin >= row.begin;
     }
-    sum_span(active.data(), num_active, static_cast<char*>(args.out) + begin * out_bytes, end - begin, args.finish,
-             stream);
+    sum_span(active.data(), num_active, carry ? carry + begin * carry_bytes : nullptr,
+             static_cast<char*>(args.out) + begin * out_bytes, end - begin, args.finish, stream);
   }
 }
 

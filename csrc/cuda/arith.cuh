@@ -246,6 +246,8 @@ struct Epilogue {
   bool direct;  // plain, and in the rows' dtype
   bool mean, has_scale, accumulate;
   double scale;
+  const void* start;  // accumulators at which the first launch's sums start; null: +0.0
+  int carried;        // contributions to each of them
   // Sums of several launches: accumulators and counts of contributions travel between them unrounded.
   void* carry;
   int32_t* carry_count;  // null unless mean
@@ -318,13 +320,26 @@ __device__ inline void store(const Epilogue& e, int64_t i, int num, A (&acc)[V])
   }
 }
 
-// Where an accumulator starts (it is +0.0 already): goes on from what the previous launch left.
+// Where an accumulator starts (it is +0.0 already): goes on from what the previous launch left, or another process.
 template <typename A, int V>
 __device__ inline void begin_sum(const Epilogue& e, int64_t i, int num, A (&acc)[V]) {
-  if (!e.carry_in) return;
+  const A* from = static_cast<const A*>(e.carry_in ? e.carry : e.start);
+  if (from == nullptr) return;
+  from += i;
+  constexpr int kPiece = 16 / int(sizeof(A));
+  if constexpr (V % kPiece == 0) {
+    if (num == V && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+#pragma unroll
+      for (int j = 0; j < V; j += kPiece) {
+        const uint4 bits = *reinterpret_cast<const uint4*>(from + j);
+        memcpy(&acc[j], &bits, 16);
+      }
+      return;
+    }
+  }
 #pragma unroll
   for (int j = 0; j < V; ++j)
-    if (j < num) acc[j] = static_cast<const A*>(e.carry)[i + j];
+    if (j < num) acc[j] = from[j];
 }
 
 // Divide and scale. False where the sum goes on in another launch and was put away for it.
@@ -345,7 +360,10 @@ __device__ inline bool combine(const Epilogue& e, int64_t i, int num, A (&acc)[V
   }
   if (e.mean) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) acc[j] = count[j] > 0 ? divide(acc[j], count[j]) : A(0);
+    for (int j = 0; j < V; ++j) {
+      count[j] += e.carried;
+      acc[j] = count[j] > 0 ? divide(acc[j], count[j]) : A(0);
+    }
   }
   if (e.has_scale) {
 #pragma unroll

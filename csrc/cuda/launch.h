@@ -6,17 +6,14 @@
 
 namespace shardsum {
 
-inline bool accumulates_in_float(DType t) {
-  return t == DType::kFloat16 || t == DType::kBFloat16 || t == DType::kFloat32;
-}
-
 inline int64_t vector_elements(DType t) { return element_size(t) > 1 ? 16 / element_size(t) : 8; }
 
 inline bool is_multiple(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 // Nothing but the sum, in the rows' own dtype.
 inline bool is_plain(const SumArgs& a) {
-  return a.in_dtype == a.out_dtype && !(a.finish.mean || a.finish.has_scale || a.finish.accumulate);
+  return a.in_dtype == a.out_dtype && a.carry == nullptr &&
+         !(a.finish.mean || a.finish.has_scale || a.finish.accumulate);
 }
 
 // For a launch whose output begins at element `first`. `workspace` holds accumulators, then counts (mean only).
@@ -28,13 +25,15 @@ inline Epilogue make_epilogue(const SumArgs& a, int64_t first = 0, void* workspa
   e.has_scale = a.finish.has_scale;
   e.accumulate = a.finish.accumulate;
   e.scale = a.finish.scale;
+  const int64_t acc_bytes = accumulator_size(a.in_dtype);
+  if (a.carry != nullptr) e.start = static_cast<const char*>(a.carry) + first * acc_bytes;
+  e.carried = a.finish.carried;
   e.plain = !(e.mean || e.has_scale || e.accumulate);
-  e.direct = e.plain && a.in_dtype == a.out_dtype;
+  e.direct = is_plain(a);
   if (workspace != nullptr) {
-    const int64_t bytes = accumulates_in_float(a.in_dtype) ? 4 : 8;
-    e.carry = static_cast<char*>(workspace) + first * bytes;
+    e.carry = static_cast<char*>(workspace) + first * acc_bytes;
     if (e.mean)
-      e.carry_count = reinterpret_cast<int32_t*>(static_cast<char*>(workspace) + a.size * a.width * bytes) + first;
+      e.carry_count = reinterpret_cast<int32_t*>(static_cast<char*>(workspace) + a.size * a.width * acc_bytes) + first;
   }
   return e;
 }

@@ -184,7 +184,7 @@ int current_cuda_device(int* device) { return cudaGetDevice(device); }
 
 int64_t workspace_bytes(const SumArgs& a) {
   if (a.num_rows <= kMaxRows) return 0;
-  return a.size * a.width * ((accumulates_in_float(a.in_dtype) ? 4 : 8) + (a.finish.mean ? 4 : 0));
+  return a.size * a.width * (accumulator_size(a.in_dtype) + (a.finish.mean ? 4 : 0));
 }
 
 int sum_rows_cuda(const SumArgs& a, const Row* rows, void* workspace, void* cuda_stream) {

@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(kFewThreads, 1) sum_few_rows_kernel(const __gr
   if (unit >= unsigned(p.num_units)) return;
   if constexpr (kAligned) {
     acc_t<T> acc[V] = {};
+    if constexpr (!kPlain) begin_sum<acc_t<T>, V>(p.epilogue, int64_t(unit) * V, V, acc);
     Raw<T> raw[ROWS];
     int hits = 0;
 #pragma unroll
@@ -87,6 +88,7 @@ __global__ void __launch_bounds__(kFewThreads, 1) sum_few_rows_kernel(const __gr
     for (int i = 0; i < kItems; ++i) {
       const unsigned at = unit + i * kFewThreads;
       acc_t<T> acc[1] = {};
+      if constexpr (!kPlain) begin_sum<acc_t<T>, 1>(p.epilogue, at, 1, acc);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) acc[0] = add(acc[0], to_acc(value[i][r]));
       if constexpr (!kPlain)
@@ -125,6 +127,7 @@ __global__ void __launch_bounds__(kManyThreads, 1) sum_many_rows_kernel(const __
   if (warp > 0 || unit >= p.num_units) return;
   acc_t<T> acc[1] = {};
   int count[1] = {};
+  begin_sum<acc_t<T>, 1>(p.epilogue, unit, 1, acc);
 #pragma unroll 16
   for (int r = 0; r < p.num_rows; ++r) acc[0] = add(acc[0], values[r][lane]);
   if constexpr (accumulates_in_float_v<T>) {

@@ -43,8 +43,13 @@ def ragged_sum(
     scale: float | None = None,
     out_dtype: torch.dtype,
     previous: Tensor | None = None,
+    carry: Tensor | None = None,
+    carried: int = 0,
 ) -> Tensor:
     """``(size, *F)``: the sum of shards ``(length_r, *F)`` placed at ``starts``; outside ``[0, size)`` is dropped.
+
+    ``carry`` ``(size, *F)``, in the accumulator's dtype, is the unrounded sum of earlier shards, ``carried`` of them at
+    every position: the sum goes on from it.
 
     Example:
         >>> shards = [torch.tensor([1., 2.]), torch.tensor([10.])]
@@ -52,8 +57,11 @@ def ragged_sum(
         tensor([ 1., 12.,  0.])
     """
     first = shards[0]
-    acc = first.new_zeros((size, *first.shape[1:]), dtype=accumulator_dtype(first.dtype))
-    count = torch.zeros(size, dtype=torch.int64, device=first.device) if op == "mean" else None
+    if carry is None:
+        acc = first.new_zeros((size, *first.shape[1:]), dtype=accumulator_dtype(first.dtype))
+    else:
+        acc = carry.clone()
+    count = torch.full((size,), carried, dtype=torch.int64, device=first.device) if op == "mean" else None
     for shard, start in zip(shards, starts):
         begin, end = intersect((start, start + shard.shape[0]), (0, size))
         if begin < end:

@@ -6,6 +6,10 @@ autograd or a fake implementation; :mod:`shardsum.local.functional` wraps them i
 
 sum_rows           rows[r] is ``(length_r, *F)``, contiguous, at position ``starts[r]``; what lies outside
                    ``[0, size)`` is dropped (starts may be negative). Read in place.
+sum_rows_carry     the same sum, going on from ``carry``, which has out's shape and the accumulator's dtype: what rows
+                   elsewhere added up to, unrounded, never -0.0, ``carried`` of them at every position (for the mean).
+                   None is +0.0. With ``out`` in that dtype, no mean and no scale, the sum can go on elsewhere; ``out``
+                   may be ``carry``.
 sum_padded         x is ``(R, S_MAX, *F)``, each ``x[r]`` contiguous (any stride between them);
                    ``starts`` empty means all 0.
 sum_padded_device  the same with int32 or int64 tensors on x's device, never synchronised; values are clamped
@@ -37,6 +41,8 @@ _library = torch.library.Library("shardsum", "FRAGMENT")
 _TAIL = "bool mean, float? scale, bool accumulate) -> ()"
 for _schema in (
     "sum_rows(Tensor(a!) out, Tensor[] rows, int[] starts, " + _TAIL,
+    "sum_rows_carry(Tensor(a!) out, Tensor? carry, Tensor[] rows, int[] starts, int carried, bool mean, float? scale) "
+    "-> ()",
     "sum_padded(Tensor(a!) out, Tensor x, int[] starts, int[] lengths, " + _TAIL,
     "sum_padded_device(Tensor(a!) out, Tensor x, Tensor? starts, Tensor lengths, " + _TAIL,
     "sum_masked(Tensor(a!) out, Tensor x, Tensor mask, " + _TAIL,
@@ -59,6 +65,18 @@ def _sum_rows(
     out.copy_(
         reference.ragged_sum(rows, starts, out.shape[0], op=op, scale=scale, out_dtype=out.dtype, previous=previous)
     )
+
+
+def _sum_rows_carry(
+    out: Tensor, carry: Tensor | None, rows: list[Tensor], starts: list[int], carried: int, mean: bool,
+    scale: float | None,
+) -> None:  # fmt: skip
+    native.note_fallback(out.device)
+    op = "mean" if mean else "sum"
+    total = reference.ragged_sum(
+        rows, starts, out.shape[0], op=op, scale=scale, out_dtype=out.dtype, carry=carry, carried=carried
+    )
+    out.copy_(total)
 
 
 def _sum_padded(
@@ -105,6 +123,7 @@ def _refuse(*args: object) -> None:
 
 for _name, _fallback in (
     ("sum_rows", _sum_rows),
+    ("sum_rows_carry", _sum_rows_carry),
     ("sum_padded", _sum_padded),
     ("sum_padded_device", _sum_padded_device),
     ("sum_masked", _sum_masked),
@@ -126,6 +145,7 @@ for _name in ("sum_checked", "sum_checked_new"):
 
 # OpOverload.__call__ only forwards to _op, and costs a tenth of a small call.
 sum_rows = torch.ops.shardsum.sum_rows.default._op
+sum_rows_carry = torch.ops.shardsum.sum_rows_carry.default._op
 sum_padded = torch.ops.shardsum.sum_padded.default._op
 sum_padded_device = torch.ops.shardsum.sum_padded_device.default._op
 sum_masked = torch.ops.shardsum.sum_masked.default._op

@@ -108,6 +108,26 @@ def test_sum_rows_every_dtype(dtype: torch.dtype, out_dtype: torch.dtype, featur
             check_rows(rows, starts, size, out_dtype, **finish)
 
 
+@pytest.mark.parametrize(("dtype", "out_dtype"), PAIRS, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("features", [(), (3,), (64,), (250,)], ids=str)
+def test_carried_sums_equal_the_whole(dtype: torch.dtype, out_dtype: torch.dtype, features: tuple[int, ...]) -> None:
+    rng = random.Random(f"{dtype}{features}")
+    acc = accumulator_dtype(dtype)
+    for num_ranks, size, offset in ((4, 20, 0), (8, 333, 0), (12, 3000, 1), (70, 61, 3), (600, 90, 0)):
+        for op, scale in (("sum", None), ("mean", -0.37)) if dtype.is_floating_point else (("sum", None),):
+            cut = rng.randint(1, num_ranks - 1)
+            lengths = [size if op == "mean" and r < cut else rng.randint(0, size) for r in range(num_ranks)]
+            starts = [rng.randint(0, size - n) for n in lengths]
+            rows = [make((n, *features), dtype, r) for r, n in enumerate(lengths)]
+            want = reference.ragged_sum(rows, starts, size, op=op, scale=scale, out_dtype=out_dtype)
+            carry = offset_view(poison((size, *features), acc), offset)
+            kernels.sum_rows_carry(carry, None, rows[:cut], starts[:cut], 0, False, None)
+            for out in (offset_view(poison((size, *features), out_dtype), offset), carry):
+                if out.dtype == out_dtype:
+                    kernels.sum_rows_carry(out, carry, rows[cut:], starts[cut:], cut, op == "mean", scale)
+                    assert_bits(out, want)
+
+
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("width", [1, 8, 24])
 def test_sum_rows_at_any_address(dtype: torch.dtype, width: int) -> None:

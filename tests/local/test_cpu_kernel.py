@@ -298,3 +298,39 @@ def test_other_devices_run_the_fallback():
     out = torch.empty(4, 3, device="meta")
     kernels.sum_padded(out, torch.empty(2, 4, 3, device="meta"), [], [4, 2], False, None, False)
     assert accumulator_dtype(out.dtype) == torch.float32 and native.status().backend == "native"
+
+
+@settings(max_examples=150, deadline=None)
+@given(config=settings_of(), trailing=shapes, num_rows=counts, capacity=st.integers(1, 40), data=st.data())
+def test_a_carried_sum_equals_the_whole(isas, config, trailing, num_rows, capacity, data):
+    """Rows [0, cut) onto +0.0, the rest onto what they left: as all of them at once."""
+    size = data.draw(st.integers(0, 50))
+    lengths = data.draw(st.lists(st.integers(0, capacity), min_size=num_rows, max_size=num_rows))
+    starts = data.draw(st.lists(st.integers(-45, 55), min_size=num_rows, max_size=num_rows))
+    cut = data.draw(st.integers(1, max(1, num_rows - 1)))
+    mean = config["op"] == "mean"
+    if mean:  # carried accumulators have one count: of rows that cover all positions
+        lengths[:cut], starts[:cut] = [size] * cut, [0] * cut
+    x = values((num_rows, max(capacity, size), *trailing), config["dtype"], config["seed"], config["offset"])
+    rows = [x[r, :n] for r, n in enumerate(lengths)]
+    end = dict(op=config["op"], scale=config["scale"], out_dtype=config["out_dtype"])
+    want = reference.ragged_sum(rows, starts, size, **end)
+    for isa in isas:
+        native.limit_cpu_isa(isa)
+        acc = accumulator_dtype(config["dtype"])
+        carry = values((size, *trailing), acc, 1, config["offset"])
+        kernels.sum_rows_carry(carry, None, rows[:cut], starts[:cut], 0, False, None)
+        out = values((size, *trailing), config["out_dtype"], 2, config["offset"])
+        rest = rows[cut:] or [x[0, :0]], starts[cut:] or [0]
+        kernels.sum_rows_carry(out, carry, *rest, cut, mean, config["scale"])
+        assert bits.equal(out, want), (isa, bits.first_difference(out, want))
+        if end["out_dtype"] == acc:
+            kernels.sum_rows_carry(carry, carry, *rest, cut, mean, config["scale"])
+            assert bits.equal(carry, want), (isa, "in place")
+
+
+def test_a_carry_that_does_not_fit_is_refused():
+    out, row = torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bfloat16)
+    for carry in (torch.zeros(3, 2, dtype=torch.bfloat16), torch.zeros(2, 2), torch.zeros(2, 3).t()):
+        with pytest.raises(RuntimeError, match="carry"):
+            kernels.sum_rows_carry(out, carry, [row], [0], 1, False, None)
