@@ -184,13 +184,13 @@ class Recipe:
         cpu = self.sources / "cpu"
         jobs = [
             ("bindings.o", self.sources / "bindings.cpp", bindings),
+            ("peer_bindings.o", self.sources / "peer" / "bindings.cpp", bindings),
             *((f"{name}.o", cpu / f"{name}.cpp", base) for name in ("select", "sum_masked", "sum_rows")),
             *((f"{isa}.o", cpu / "kernels.cpp", [*base, f"-DSHARDSUM_ISA={isa}", *f]) for isa, f in isas.items()),
         ]
         if self.archs:
             assert self.toolkit is not None
             nvcc = [str(self.toolkit.nvcc), "-ccbin", self.compiler, *_NVCC_FLAGS, *_gencode(self.archs)]
-            jobs += [("peer_bindings.o", self.sources / "peer" / "peer_bindings.cpp", bindings)]
             jobs += [(f"{s.stem}.cuda.o", s, nvcc) for s in _cuda_sources(self.sources)]
         return [(o, s, [*command, "-c", str(s), "-o", o]) for o, s, command in jobs]
 

@@ -71,10 +71,6 @@ def _make_none(items: Any) -> Callable[..., None]:
     return lambda *args: None
 
 
-def _bind_nothing(items: Any) -> None:
-    return None
-
-
 def _make_never(items: Any) -> Callable[..., bool]:
     return lambda *args: False
 
@@ -90,9 +86,6 @@ call_with: Callable[..., Any] = _first_call_with
 #: ``make_usual_sum(items)``: the function of the usual sum (csrc/usual.h, local/usual.py); without a native library
 #: it finds all calls unusual.
 make_usual_sum: Callable[[tuple[Any, ...]], Callable[..., Any]] = _make_none
-#: ``bind_launch((operator, address, owner))``: the launch of a bound plan (:mod:`shardsum.transports.peer`); None
-#: without a library that brings one.
-bind_launch: Callable[[tuple[Any, int, Any]], Callable[..., bool] | None] = _bind_nothing
 #: ``make_again(items)``: the function that runs a known collective again (csrc/again.h).
 make_again: Callable[[tuple[Any, ...]], Callable[..., bool]] = _make_never
 #: ``pack(values)``: a list of ints that fit into 64 bits as bytes; None for anything else. (This one until the native
@@ -208,7 +201,7 @@ def _load_library() -> Status:
     path, reason = _find()
     torch.ops.load_library(str(path))
     has_cuda = bool(ctypes.CDLL(str(path)).shardsum_has_cuda())
-    _take_functions(path, has_cuda)
+    _take_functions(path)
     if torch.version.cuda and not has_cuda:
         reason += f"; without a CUDA part: {building.cuda_absence()}"
     return Status("native", path, has_cuda, _limit_cpu_isa(path, None), reason)
@@ -222,9 +215,9 @@ def _objects_are_ordinary() -> bool:
     return object.__basicsize__ == 2 * struct.calcsize("P")
 
 
-def _take_functions(library: Path, has_cuda: bool) -> None:
+def _take_functions(library: Path) -> None:
     """The functions of csrc/python_calls.h, which know the objects of an ordinary CPython only."""
-    global call_with, pack, are_plain, make_again, make_usual_sum, bind_launch
+    global call_with, pack, are_plain, make_again, make_usual_sum
     if not _objects_are_ordinary():
         return
     functions = ctypes.PyDLL(str(library))
@@ -236,8 +229,6 @@ def _take_functions(library: Path, has_cuda: bool) -> None:
 
     call_with, pack, are_plain = map(make, ("call_with", "pack", "are_plain"))
     make_again, make_usual_sum = map(make, ("make_again", "make_usual_sum"))
-    if has_cuda:
-        bind_launch = make("bind_launch")
 
 
 def _limit_cpu_isa(library: Path, name: str | None) -> str:

@@ -155,24 +155,6 @@ def test_lazy_signs_of_out_go_the_long_way(out: Tensor) -> None:
     assert calls.run(calls.call, X, out) is None and not calls.launched
 
 
-def test_a_launch_that_looks_itself_refuses_what_is_not_a_plain_tensor() -> None:
-    """Its operator has kernels of its own, in place of the dispatcher's, which say that nothing has run."""
-    for key in (
-        "CompositeExplicitAutograd",
-        "Negative",
-        "Conjugate",
-        "FuncTorchBatched",
-        "Batched",
-        "Python",
-        "Tracer",
-    ):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key("shardsum::peer_run_bound", key)
-    negative, conjugate = torch._neg_view(X), torch.ones(4, 3, dtype=torch.complex64).conj()
-    for out, shard in ((X, negative), (negative, X), (conjugate, conjugate)):
-        assert peer._run_bound(out, shard) is False
-    assert torch.func.vmap(lambda x: torch.tensor(peer._run_bound(x, x)))(torch.ones(2, 4, 3)).tolist() == [False] * 2
-
-
 class Again:
     """A known all_reduce in terms of csrc/again.h, of which everything may be changed."""
 
@@ -479,50 +461,15 @@ def test_a_launch_that_looks_itself_may_refuse() -> None:
         assert calls.run(calls.call, X.clone().requires_grad_(), None) is None
 
 
-def test_the_peer_launch_refuses_what_is_not_on_a_gpu() -> None:
-    nested = [torch.nested.nested_tensor([X, X], layout=layout) for layout in (torch.strided, torch.jagged)]
-    zeros, quantized = torch._efficientzerotensor(X.shape), torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
-    for odd in (X, X.to_sparse(), X.to_sparse_csr(), X.to_mkldnn(), X.to("meta"), *nested, zeros, quantized):
-        assert peer._run_bound(X, odd) is False and peer._run_bound(odd, X) is False
-
-
-@pytest.mark.parametrize("transform", ["functionalize", "grad", "vmap", "jvp"])
-def test_the_peer_launch_refuses_what_a_transform_wraps(transform: str) -> None:
-    def refused(x: Tensor) -> Tensor:
-        assert peer._run_bound(x, x) is False
-        return x.sum()
-
-    function, x = getattr(torch.func, transform), torch.ones(3)
-    function(refused, (x,), (x,)) if transform == "jvp" else function(refused)(x.repeat(2, 1))
-
-
 def test_a_nested_tensor_is_not_known() -> None:
     assert key(shards=torch.nested.nested_tensor([X, X[:2]])) is None
-
-
-def test_a_bound_call_hands_its_bounds_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = Owner()
-    call = peer.PreparedCall(owner, None, None, [7, 1, 9], single=True)  # type: ignore[arg-type]
-    ran, plan, out = [], torch.zeros(2), torch.empty(4, 3)
-    monkeypatch.setattr(peer, "_bind", lambda *bound: ran.append(bound) or plan)
-    monkeypatch.setattr(native, "bind_launch", lambda items: items)
-    assert call.bound([2, 5], out, X, [7, 8]) == (peer._run_bound, plan.data_ptr(), (plan, owner))
-    assert ran[0][0].tolist() == [7, 1, 9] and ran[0][1:] == (2, 5, [7, 8], out, X)
-
-
-def test_nothing_is_bound_without_the_functions_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a free-threaded Python: the known call is launched all the same."""
-    call = peer.PreparedCall(Owner(), None, None, [7, 1, 9], single=True)  # type: ignore[arg-type]
-    monkeypatch.setattr(peer, "_bind", lambda *bound: torch.zeros(2))
-    monkeypatch.setattr(native, "bind_launch", native._bind_nothing)
-    assert call.bound([2, 5], OUT, X, [7, 8]) is None
 
 
 def test_a_failed_group_says_so_in_a_prepared_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(peer, "_run", fail)
-    call = peer.PreparedCall(Owner(), None, None, [7, 1, 9], True)  # type: ignore[arg-type]
+    monkeypatch.setattr(peer, "peer_run", fail)
+    call = peer.PreparedCall(Owner(), None, None, [7, 1, 9], True, (X.dtype, X.dtype))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="the group has failed"):
         call([torch.empty(4, 3)], [X], [2, 5])

@@ -22,6 +22,7 @@ from shardsum.core.layout import ExchangePlan, intervals_of, split_evenly
 from shardsum.native.builder import find_toolkit
 from shardsum.transports.peer import shapes as peer_plan
 from shardsum.transports.peer import transport as peer
+from shardsum.transports.peer.operators import DTYPE_CODES
 from shardsum.transports.peer.shapes import MemoryLayout, Message
 from shardsum.transports.peer.transport import PeerTransport, Tuning
 
@@ -58,9 +59,6 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in [*(CSRC / "cuda").glob("*.*"), *(CSRC / "peer").glob("*.*")]:
         name = path.name if path.suffix != ".cu" else path.with_suffix(".cpp").name
         (folder / name).write_text(_plain(path.read_text()))
-    bindings = (CSRC / "peer" / "peer_bindings.cpp").read_text()
-    begin, end = bindings.index("struct Plan {"), bindings.index("Plan read_whole_plan")
-    (folder / "plan.cpp").write_text(f"constexpr int64_t kPlanVersion = {peer._PLAN_VERSION};\n{bindings[begin:end]}")
     include = toolkit.nvcc.parents[1] / "include"
     source, binary = TESTS / "cuda" / "peer_words.cpp", folder / "peer_words"
     flags = ["-std=c++17", "-O1", "-w", "-fpermissive", f"-I{folder}", f"-isystem{include}"]
@@ -87,7 +85,7 @@ def _words(world_size: int, layout: MemoryLayout, tuning: Tuning, message: Messa
         return ""
     if not shape.push:
         return ""
-    codes = peer._DTYPE_CODES[dtype], peer._DTYPE_CODES[out_dtype]
+    codes = DTYPE_CODES[dtype], DTYPE_CODES[out_dtype]
     words: list[int] = [world_size]
     for rank in range(world_size):
         words += _plan_words(rank, layout, tuning, plan, message, shape, codes, mean)

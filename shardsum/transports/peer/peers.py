@@ -17,7 +17,10 @@ from ...core.layout import ExchangePlan, intervals_of, length
 from ...local.ops import readable
 from . import shapes as peer_plan
 from .memory import Gather
-from .transport import MAX_BOUND_DIMS, Launch, PeerTransport, Tuning, available
+from .transport import PeerTransport, PreparedCall, Tuning, available
+
+#: Of :meth:`Peers.launcher`, for its last caller.
+Launch = Callable[[Tensor, Tensor, "list[int] | None"], bool]
 
 
 class Peers:
@@ -77,6 +80,21 @@ class Peers:
         rows = list(shards) if op == "copy" else [readable(s) for s in shards]
         self.transport.exchange(plan, rows, outs, op=op, scale=scale, lengths=lengths)
 
+    def prepare(
+        self,
+        plan: ExchangePlan,
+        width: int,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        op: str,
+        scale: float | None,
+    ) -> tuple[PreparedCall, list[int]]:
+        """Such an exchange with nothing left to decide, and the bounds of this process's sources: start and length
+        each. ``prepared(outs, shards, bounds)`` runs it; :meth:`.PreparedCall.bind` makes the operators' plan of it."""
+        prepared = self.transport.prepare(plan, width, dtype, out_dtype, op, scale)
+        held = [plan.sources[r] for r in plan.hosted_sources(self.transport.rank)]
+        return prepared, [bound for begin, end in held for bound in (begin, end - begin)]
+
     def launcher(
         self,
         plan: ExchangePlan,
@@ -86,15 +104,10 @@ class Peers:
         scale: float | None,
         lengths: Sequence[int] = (),
     ) -> tuple[Callable[[Sequence[Tensor], Sequence[Tensor]], None], Launch | None]:
-        """``launch(outs, shards)`` of such an exchange with nothing left to decide; and, where there is one of either,
-        perhaps :meth:`PreparedCall.bound` of it, which looks at its tensors and is known by ``lengths``."""
-        first, rank = shards[0], self.transport.rank
-        prepared = self.transport.prepare(plan, first.shape[1:].numel(), first.dtype, outs[0].dtype, op, scale)
-        held = [plan.sources[r] for r in plan.hosted_sources(rank)]
-        bounds = [bound for begin, end in held for bound in (begin, end - begin)]
-        binds = prepared.single and first.dim() <= MAX_BOUND_DIMS
-        one = prepared.bound(bounds, outs[0], first, lengths) if binds else None
-        return lambda outs, shards: prepared(outs, shards, bounds), one
+        """``launch(outs, shards)`` of such an exchange with nothing left to decide."""
+        first = shards[0]
+        prepared, bounds = self.prepare(plan, first.shape[1:].numel(), first.dtype, outs[0].dtype, op, scale)
+        return lambda outs, shards: prepared(outs, shards, bounds), None
 
     def gather_lengths(self, plan_of: ExchangePlan, lengths: Tensor) -> Tensor:
         """The ``(R,)`` lengths of all virtual ranks from each process's hosted ones, unread by the host."""

@@ -14,7 +14,7 @@ integers, every bit set for copies), and :meth:`PeerTransport.check` and all lat
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,49 +22,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.layout import ExchangePlan
-from ...native import loader as native
 from . import shapes as peer_plan
 from .memory import Gather, SymmetricMemory, available, gather_objects, shares_gpus
+from .operators import DTYPE_CODES, MAX_ROW_DIMS, PLAN_VERSION, peer_bind, peer_run
 from .shapes import MemoryLayout, Message, Shape, Tuning
 
 __all__ = ["PeerTransport", "PreparedCall", "Tuning", "available"]
 
-_library = torch.library.Library("shardsum", "FRAGMENT")
-_library.define(
-    "peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, Tensor(b!) plan) -> ()"
-)
-_library.define("peer_bind(Tensor plan, int start, int length, int[] lengths, Tensor out, Tensor shard) -> Tensor")
-_library.define("peer_run_bound(Tensor(a!) out, Tensor shard) -> bool")
-# Not on a GPU; nested; lazy signs and zeros, of which a launch knows nothing; a batch that hides its size; modes and
-# traces, which would record what has no fake. An error, as of a key without a kernel, would end the group.
-for _key in (
-    "CompositeExplicitAutograd", "AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA", "Negative", "Conjugate",
-    "ZeroTensor", "Functionalize", "FuncTorchBatched", "Batched", "Python", "Tracer",
-):  # fmt: skip
-    _library.impl("peer_run_bound", lambda out, shard: False, _key)
-_library.impl("peer_run_bound", torch.library.fallthrough_kernel, "AutogradCUDA")  # who calls it has looked
-# OpOverload.__call__ only forwards to _op.
-_bind = torch.ops.shardsum.peer_bind.default._op
-_run_bound = torch.ops.shardsum.peer_run_bound.default._op
-_run = torch.ops.shardsum.peer_run.default._op
-
-# csrc/row_table.h
-_DTYPE_CODES = {
-    torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3, torch.uint8: 4, torch.int8: 5,
-    torch.int16: 6, torch.int32: 7, torch.int64: 8, torch.bool: 9,
-}  # fmt: skip
-_BYTES = _DTYPE_CODES[torch.uint8]
-_PLAN_VERSION = 3
+_BYTES = DTYPE_CODES[torch.uint8]
 _MAX_BUFFERS = 64
-MAX_BOUND_DIMS = 9  # of the shard of a bound call
 _MAX_CALLS = 256
 _HOST_WORDS = 7  # of PeerHost, before its buffers
 
 #: Memory of groups that failed: a peer may still read it.
 _kept: list[Any] = []
-
-
-Launch = Callable[[Tensor, Tensor, "list[int] | None"], bool]
 
 
 class PreparedCall:
@@ -75,9 +46,17 @@ class PreparedCall:
         single: whether this process has one source and one sink.
     """
 
-    def __init__(self, owner: PeerTransport, message: Message, shape: Shape, words: list[int], single: bool) -> None:
+    def __init__(
+        self,
+        owner: PeerTransport,
+        message: Message,
+        shape: Shape,
+        words: list[int],
+        single: bool,
+        dtypes: tuple[torch.dtype, torch.dtype],
+    ) -> None:
         self.message, self.shape = message, shape
-        self._owner, self.single = owner, single
+        self._owner, self.single, self._dtypes = owner, single, dtypes
         self._plan = torch.tensor(words, dtype=torch.int64, device="cpu")
 
     def __call__(
@@ -101,22 +80,32 @@ class PreparedCall:
             RuntimeError: the group has failed; a capture of a signature that has not run; what CUDA says.
         """
         try:
-            _run(outs, shards, bounds, starts, lengths, self._plan)
+            peer_run(outs, shards, bounds, starts, lengths, self._plan)
         except RuntimeError:
             self._owner.check()
             raise
 
-    def bound(self, bounds: Sequence[int], out: Tensor, shard: Tensor, lengths: Sequence[int] = ()) -> Launch | None:
-        """``launch(out, shard, lengths)``: this call, always with these bounds, in less of the host's time. For one
-        source and one sink on this process (:attr:`single`). None where Python's objects are others than
-        those of csrc/python.h.
+    def bind(self, bounds: Sequence[int], row_shape: Sequence[int], state: Tensor | None = None) -> Tensor:
+        """The plan tensor of ``peer_call(out, shard, plan)`` and ``peer_call_new(shard, plan)``: this call, always with
+        these bounds. For one source and one sink on this process (:attr:`single`).
 
-        The launch returns False, and has done nothing, where its tensors are not on the GPU, not contiguous, share
-        memory, need lazy signs resolved, or differ from ``out`` or ``shard`` in dtype or shape (except for further
-        positions of the shard), and where ``lengths``, unless None, are not a list of the ints given here.
+        It addresses memory of the transport and of ``state``: keep both as long as the plan may run. See
+        :mod:`.operators` for what the operators check and how they refuse.
+
+        Args:
+            bounds: start and length of the shard.
+            row_shape: shape of one position; tensors are ``(positions, *row_shape)``.
+            state: CPU int64 tensor of one element that the group owns; None: calls are neither counted nor held back.
+
+        Raises:
+            ValueError: several sources or sinks, or too many dimensions.
         """
-        plan = _bind(self._plan, *bounds, lengths, out, shard)
-        return native.bind_launch((_run_bound, plan.data_ptr(), (plan, self._owner)))  # whose memory it addresses
+        if not self.single:
+            raise ValueError("bind: this process has several sources or sinks, or none; call the prepared call itself")
+        if len(row_shape) > MAX_ROW_DIMS:
+            raise ValueError(f"row_shape: {len(row_shape)} dimensions, at most {MAX_ROW_DIMS} can be bound")
+        like = [torch.empty(0, dtype=dtype, device=self._owner.device) for dtype in self._dtypes]
+        return peer_bind(self._plan, bounds, row_shape, *like, 0 if state is None else state.data_ptr())
 
 
 class PeerTransport:
@@ -287,12 +276,12 @@ class PeerTransport:
                 plan, width, dtype.itemsize, out_dtype.itemsize, op == "copy", dtype.is_floating_point
             )
             shape = peer_plan.choose_shape(message, self.layout, self.tuning, two_shot)
-            codes = (_BYTES, _BYTES) if op == "copy" else (_DTYPE_CODES[dtype], _DTYPE_CODES[out_dtype])
+            codes = (_BYTES, _BYTES) if op == "copy" else (DTYPE_CODES[dtype], DTYPE_CODES[out_dtype])
             words = self._words(plan, message, shape, codes, op == "mean", scale)
             single = len(plan.hosted_sources(self.rank)) == 1 and len(plan.hosted_sinks(self.rank)) == 1
             if len(self._calls) == _MAX_CALLS:
                 del self._calls[next(iter(self._calls))]
-            found = self._calls[key] = PreparedCall(self, message, shape, words, single)
+            found = self._calls[key] = PreparedCall(self, message, shape, words, single, (dtype, out_dtype))
         return found
 
     def _words(
@@ -323,7 +312,7 @@ class PeerTransport:
         if not m.replicated:
             needs = [peer_plan.needed(plan, r, interval) for r, interval in enumerate(plan.sources)]
         parts: list[Sequence[int]] = [
-            (_PLAN_VERSION, 0, self._host.data_ptr(), shape.chunk),
+            (PLAN_VERSION, 0, self._host.data_ptr(), shape.chunk),
             (*codes, m.in_bytes, m.out_bytes, m.move, shape.two_shot, shape.push, shape.write),
             (mean, scale is not None, scale_bits),
             (m.size, m.width),

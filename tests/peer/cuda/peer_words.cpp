@@ -88,7 +88,11 @@ struct Words {
   }
 };
 #define STD_TORCH_CHECK(condition, ...) REQUIRE(condition, "bad plan")
-#include "plan.cpp"  // read_plan
+}  // namespace
+}  // namespace shardsum
+#include "plan.h"  // read_plan
+namespace shardsum {
+namespace {
 
 struct Process {
   Plan plan;

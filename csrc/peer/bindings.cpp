@@ -1,0 +1,351 @@
+// The operators of shardsum/transports/peer/operators.py: calls over peer memory (docs/peer.md), described by plans.
+//
+// peer_run takes any number of rows, with bounds on the host or on the device, and reads its plan word by word (plan.h).
+// peer_bind makes of such a plan, for one row and one output with bounds that do not change, the plan of peer_call and
+// peer_call_new: all that is common to such calls, ready to launch, in the memory of a CPU int64 tensor. These check
+// their tensors against it and set addresses, nothing else. They are built for the CPU as well, where all checks are
+// made and nothing can be launched.
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "../sums.h"
+#include "plan.h"
+
+namespace shardsum {
+namespace {
+
+constexpr int kMaxRowDims = 15;  // of one position of a bound plan's tensors
+
+// The state of a group, an int64 in memory that Python and this library share (shardsum/transports/peer/operators.py).
+constexpr int64_t kStateFailed = int64_t{1} << 62;  // failed or closed
+constexpr int64_t kStateWary = int64_t{1} << 61;    // a call is open, or the next one must be compared
+constexpr int64_t kStateNumber = (int64_t{1} << 48) - 1;
+
+// Reads a plan word by word.
+class Words {
+ public:
+  explicit Words(const TensorView& plan)
+      : next_(static_cast<const int64_t*>(plan.data())), end_(next_ + plan.size(0)) {}
+  int64_t take() {
+    STD_TORCH_CHECK(next_ < end_, "shardsum: the plan is too short");
+    return *next_++;
+  }
+  template <class T>
+  void take(T& to) {
+    to = static_cast<T>(take());
+  }
+  template <class T>
+  void take_pointer(T& to) {
+    to = reinterpret_cast<T>(take());
+  }
+  bool at_end() const { return next_ == end_; }
+
+ private:
+  const int64_t* next_;
+  const int64_t* end_;
+};
+
+bool is_plan_tensor(const TensorView& t) {
+  return t.device_type() == aoti_torch_device_type_cpu() && t.dtype_code() == aoti_torch_dtype_int64() &&
+         t.dim() == 1 && t.is_contiguous();
+}
+
+Plan read_whole_plan(const TensorView& tensor) {
+  STD_TORCH_CHECK(is_plan_tensor(tensor), "shardsum: a plan is a contiguous CPU int64 tensor of one dimension");
+  Words w(tensor);
+  const Plan plan = read_plan(w);
+  STD_TORCH_CHECK(w.at_end(), "shardsum: the plan is too long");
+  return plan;
+}
+
+// The symmetric buffer that the row lies in, where peers can read it in whole vectors.
+void find_buffer(const PeerCall& c, const PeerHost& host, PeerSource& s) {
+  s.buffer = s.offset = 0;
+  const auto address = reinterpret_cast<int64_t>(s.data);
+  const int64_t position = c.width * c.in_bytes, begin = s.start * position;
+  const int64_t last = static_cast<int64_t>(s.start) + s.length, end = (last < c.size ? last : c.size) * position;
+  const bool whole = c.device_lengths ? (address | position) % 16 == 0 : (address | begin | end) % 16 == 0;
+  for (int64_t i = 0; whole && i < host.num_buffers; ++i) {
+    const auto& buffer = host.buffers[i];
+    if (address < buffer.begin || address + s.capacity * position > buffer.end) continue;
+    if ((address - buffer.begin) / 16 > int64_t{0xffffffff}) continue;
+    s.buffer = static_cast<uint32_t>(i + 1);
+    s.offset = static_cast<uint32_t>((address - buffer.begin) / 16);
+  }
+}
+
+void place_source(PeerCall& c, const PeerHost& host, PeerSource& s, const void* data, int64_t positions) {
+  s.data = data;
+  s.capacity = static_cast<uint32_t>(positions);
+  find_buffer(c, host, s);
+  c.stages |= s.buffer == 0;
+}
+
+int64_t bytes_from(const TensorView& tensor, int64_t leading) {
+  return tensor.width(leading) * static_cast<int64_t>(aoti_torch_dtype_element_size(tensor.dtype_code()));
+}
+
+void set_source(PeerCall& c, const PeerHost& host, int i, const TensorView& shard, int64_t start, int64_t length) {
+  PeerSource& s = c.sources[i];
+  STD_TORCH_CHECK(shard.dim() >= 1 && shard.is_contiguous() && bytes_from(shard, 1) == c.width * c.in_bytes,
+                  "shardsum: shard ", i, " does not fit the plan");
+  STD_TORCH_CHECK(start >= 0 && length >= 0 && length <= shard.size(0), "shardsum: bounds of shard ", i);
+  s.start = static_cast<uint32_t>(start);
+  s.length = static_cast<uint32_t>(length);
+  place_source(c, host, s, shard.data(), shard.size(0));
+}
+
+void set_output(PeerCall& c, int q, const TensorView& out) {
+  const int64_t length = int64_t{c.outputs[q].end} - c.outputs[q].begin;
+  STD_TORCH_CHECK(out.is_contiguous() && bytes_from(out, 0) == length * c.width * c.out_bytes, "shardsum: output ", q,
+                  " does not fit the plan");
+  c.outputs[q].data = out.mutable_data();
+}
+
+// Throws where nothing has been launched: what is wrong is said before `launched` is set.
+void enqueue(Plan& plan, int32_t device, bool& launched) {
+#ifdef SHARDSUM_WITH_CUDA
+  int current = -1;
+  STD_TORCH_CHECK(current_cuda_device(&current) == 0, "shardsum: no current CUDA device");
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;
+  if (current != device) guard.emplace(device);
+  void* stream = nullptr;
+  check(aoti_torch_get_current_cuda_stream(device, &stream), "current CUDA stream");
+  const int error = peer_enqueue(plan.call, plan.chunk_elements, plan.warm, *plan.host, stream);
+  STD_TORCH_CHECK(error != kPeerNotWarm,
+                  "shardsum: a call over peer memory can be captured in a CUDA graph once it has run before with the "
+                  "same signature, on every process; make one eager call first");
+  launched = true;
+  STD_TORCH_CHECK(error == 0, "shardsum: CUDA error ", error, " at a launch over peer memory");
+  plan.warm = true;
+#else
+  STD_TORCH_CHECK(false, "shardsum: this library was built without CUDA");
+#endif
+}
+
+void check_alive(const PeerCall& call) {
+  STD_TORCH_CHECK(call.failure->kind == 0, "shardsum: the peer transport of this group has failed");
+}
+
+// ---- one row, one output, bounds that do not change
+// ----------------------------------------------------------------
+struct BoundPlan {
+  int64_t version = kPlanVersion;
+  int64_t* state;  // of the group; or null
+  int64_t device_type, device;
+  int64_t dtype, out_dtype;         // PyTorch's
+  int64_t dim;                      // of both tensors: (positions, *row)
+  int64_t row[kMaxRowDims];         // dim - 1 sizes
+  int64_t positions, out_positions; // of the row, at least; of the output
+  Plan plan;
+};
+static_assert(sizeof(BoundPlan) % sizeof(int64_t) == 0 && std::is_trivially_copyable_v<BoundPlan>);
+constexpr int64_t kBoundWords = sizeof(BoundPlan) / sizeof(int64_t);
+
+void set_row_shape(BoundPlan& b, const IntListArg& row) {
+  STD_TORCH_CHECK(row.size() <= kMaxRowDims, "shardsum: a position of ", row.size(), " dimensions cannot be bound");
+  int64_t width = 1;
+  for (int64_t d = 0; d < row.size(); ++d) width *= b.row[d] = row[d];
+  b.dim = row.size() + 1;
+  const int64_t row_bytes = width * static_cast<int64_t>(aoti_torch_dtype_element_size(b.dtype));
+  STD_TORCH_CHECK(row_bytes == b.plan.call.width * b.plan.call.in_bytes, "shardsum: the plan has another row shape");
+}
+
+// peer_bind(Tensor plan, int[] bounds, int[] row_shape, Tensor shard, Tensor out, int state) -> Tensor
+// bounds: start and length of the row. Of shard and out only dtype and device are used.
+void peer_bind(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg tensor(stack[0]), shard_arg(stack[3]), out_arg(stack[4]);
+  const IntListArg bounds(stack[1]), row(stack[2]);
+  const TensorView shard = shard_arg.view();
+  BoundPlan b{};
+  b.plan = read_whole_plan(tensor.view());
+  PeerCall& c = b.plan.call;
+  STD_TORCH_CHECK(c.num_sources == 1 && c.num_outputs == 1, "shardsum: the plan has several rows");
+  STD_TORCH_CHECK(bounds.size() == 2 && bounds[0] >= 0 && bounds[1] >= 0 && bounds[0] + bounds[1] <= c.size,
+                  "shardsum: bounds of the shard");
+  b.state = reinterpret_cast<int64_t*>(torch::stable::detail::to<int64_t>(stack[5]));
+  b.device_type = shard.device_type(), b.device = shard.device_index();
+  b.dtype = shard.dtype_code(), b.out_dtype = out_arg.view().dtype_code();
+  set_row_shape(b, row);
+  c.sources[0].start = static_cast<uint32_t>(bounds[0]);
+  c.sources[0].length = static_cast<uint32_t>(bounds[1]);
+  b.positions = bounds[1], b.out_positions = int64_t{c.outputs[0].end} - c.outputs[0].begin;
+  const int64_t words = kBoundWords, stride = 1;
+  AtenTensorHandle handle = nullptr;
+  check(
+      aoti_torch_empty_strided(1, &words, &stride, aoti_torch_dtype_int64(), aoti_torch_device_type_cpu(), 0, &handle),
+      "empty");
+  TensorArg result(torch::stable::detail::from(handle));
+  std::memcpy(result.view().mutable_data(), static_cast<const void*>(&b), sizeof(b));
+  stack[0] = result.release();
+}
+
+BoundPlan& bound_plan(const TensorArg& arg) {
+  const TensorView tensor = arg.view();
+  STD_TORCH_CHECK(is_plan_tensor(tensor) && tensor.size(0) == kBoundWords, "shardsum: plan is not one of peer_bind");
+  auto& b = *static_cast<BoundPlan*>(tensor.mutable_data());
+  STD_TORCH_CHECK(b.version == kPlanVersion, "shardsum: this plan is of another version of the library");
+  return b;
+}
+
+void check_state(const BoundPlan& b) {
+  if (b.state == nullptr) return;
+  STD_TORCH_CHECK((*b.state & kStateFailed) == 0, "shardsum: the group has failed or was closed");
+  STD_TORCH_CHECK((*b.state & kStateWary) == 0, "shardsum: the group has a call that is open or must be compared");
+}
+
+void check_fits(const BoundPlan& b, const TensorView& t, int64_t dtype, const char* name) {
+  STD_TORCH_CHECK(t.device_type() == b.device_type && t.device_index() == b.device, "shardsum: ", name,
+                  " is not on the device of its plan");
+  STD_TORCH_CHECK(t.dtype_code() == dtype, "shardsum: ", name, " has another dtype than its plan");
+  STD_TORCH_CHECK(t.dim() == b.dim && std::equal(t.sizes() + 1, t.sizes() + t.dim(), b.row), "shardsum: ", name,
+                  " has another shape than its plan");
+  STD_TORCH_CHECK(t.is_contiguous(), "shardsum: ", name, " is not contiguous");
+}
+
+void check_shard(const BoundPlan& b, const TensorView& shard) {
+  check_fits(b, shard, b.dtype, "shard");
+  STD_TORCH_CHECK(shard.size(0) >= b.positions, "shardsum: shard has ", shard.size(0), " positions, its plan ",
+                  b.positions);
+}
+
+void check_out(const BoundPlan& b, const TensorView& out) {
+  check_fits(b, out, b.out_dtype, "out");
+  STD_TORCH_CHECK(out.size(0) == b.out_positions, "shardsum: out has ", out.size(0), " positions, its plan ",
+                  b.out_positions);
+}
+
+// Sets the addresses, launches and counts the call.
+void launch(BoundPlan& b, const TensorView& out, const TensorView& shard) {
+  PeerCall& c = b.plan.call;
+  const void* data = shard.data();
+  c.outputs[0].data = out.mutable_data();
+  STD_TORCH_CHECK(!overlap(data, shard.size(0) * c.width * c.in_bytes, c.outputs[0].data,
+                           out.size(0) * c.width * c.out_bytes),
+                  "shardsum: out shares memory with shard");
+  STD_TORCH_CHECK(b.device_type != aoti_torch_device_type_cpu(), "shardsum: peer memory is memory of GPUs");
+  const bool dead = c.failure->kind != 0;
+  if (dead && b.state != nullptr) *b.state |= kStateFailed;
+  check_alive(c);
+  c.stages = false;
+  place_source(c, *b.plan.host, c.sources[0], data, shard.size(0));
+  bool launched = false;
+  try {
+    enqueue(b.plan, static_cast<int32_t>(b.device), launched);
+  } catch (...) {
+    if (launched && b.state != nullptr) *b.state |= kStateFailed;
+    throw;
+  }
+  if (b.state != nullptr) *b.state = (*b.state & ~kStateNumber) | ((*b.state + 1) & kStateNumber);
+}
+
+// peer_call(Tensor(a!) out, Tensor shard, Tensor plan) -> ()
+void peer_call(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg out_arg(stack[0]), shard_arg(stack[1]), plan(stack[2]);
+  BoundPlan& b = bound_plan(plan);
+  check_state(b);
+  const TensorView out = out_arg.view(), shard = shard_arg.view();
+  check_shard(b, shard);
+  check_out(b, out);
+  launch(b, out, shard);
+}
+
+// peer_call_new(Tensor shard, Tensor plan) -> Tensor
+void peer_call_new(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg shard_arg(stack[0]), plan(stack[1]);
+  BoundPlan& b = bound_plan(plan);
+  check_state(b);
+  const TensorView shard = shard_arg.view();
+  check_shard(b, shard);
+  int64_t sizes[1 + kMaxRowDims] = {b.out_positions};
+  std::copy(b.row, b.row + b.dim - 1, sizes + 1);
+  TensorArg out(empty_on(shard, sizes, b.dim, static_cast<int32_t>(b.out_dtype)));
+  launch(b, out.view(), shard);
+  stack[0] = out.release();
+}
+
+// ---- any rows -----------------------------------------------------------------------------------------------------
+const void* device_bounds(const std::optional<TensorArg>& values, PeerCall& c) {
+  if (!values) return nullptr;
+  const TensorView view = values->view();
+  const int32_t code = view.dtype_code();
+  c.index64 = code == aoti_torch_dtype_int64();
+  STD_TORCH_CHECK(c.index64 || code == aoti_torch_dtype_int32(), "shardsum: lengths are neither int32 nor int64");
+  STD_TORCH_CHECK(view.is_contiguous() && view.width(0) == c.num_sources, "shardsum: one length a shard");
+  STD_TORCH_CHECK(view.device_type() == aoti_torch_device_type_cuda(), "shardsum: lengths are not on the device");
+  return view.data();
+}
+
+// peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, Tensor plan)
+// bounds: start and length of each shard; ignored where lengths is given (starts: None means 0, else lengths' dtype).
+void peer_run(StableIValue* stack, uint64_t, uint64_t) {
+  TensorListArg outs(stack[0]), shards(stack[1]);
+  IntListArg bounds(stack[2]);
+  std::optional<TensorArg> starts, lengths;
+  if (const auto handle = take_optional(stack[3])) starts.emplace(*handle);
+  if (const auto handle = take_optional(stack[4])) lengths.emplace(*handle);
+  const TensorArg tensor(stack[5]);
+  Plan plan = read_whole_plan(tensor.view());
+  PeerCall& c = plan.call;
+  STD_TORCH_CHECK(shards.size() == c.num_sources && outs.size() == c.num_outputs, "shardsum: the plan has other rows");
+  c.device_starts = device_bounds(starts, c);
+  c.device_lengths = device_bounds(lengths, c);
+  STD_TORCH_CHECK(c.device_lengths || bounds.size() == 2 * c.num_sources, "shardsum: start and length of each shard");
+  for (int i = 0; i < c.num_sources; ++i) {
+    const bool on_device = c.device_lengths != nullptr;
+    set_source(c, *plan.host, i, shards[i], on_device ? 0 : bounds[2 * i], on_device ? 0 : bounds[2 * i + 1]);
+  }
+  for (int q = 0; q < c.num_outputs; ++q) set_output(c, q, outs[q]);
+  check_alive(c);
+  bool launched = false;
+  enqueue(plan, shards[0].device_index(), launched);
+  static_cast<int64_t*>(tensor.view().mutable_data())[1] = 1;
+}
+
+}  // namespace
+}  // namespace shardsum
+
+STABLE_TORCH_LIBRARY_IMPL(shardsum, CPU, m) {
+  m.impl("peer_bind", &shardsum::peer_bind);
+  m.impl("peer_call", &shardsum::peer_call);
+  m.impl("peer_call_new", &shardsum::peer_call_new);
+}
+
+#ifdef SHARDSUM_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(shardsum, CUDA, m) {
+  if (aoti_torch_get_current_cuda_stream == nullptr) return;
+  m.impl("peer_bind", &shardsum::peer_bind);
+  m.impl("peer_call", &shardsum::peer_call);
+  m.impl("peer_call_new", &shardsum::peer_call_new);
+  m.impl("peer_run", &shardsum::peer_run);
+}
+#endif
+
+// Constants that Python has, too, by name; -1 for an unknown name. For tests.
+extern "C" __attribute__((visibility("default"), used)) int64_t shardsum_peer_constant(const char* name) {
+  using namespace shardsum;
+  const std::pair<const char*, int64_t> constants[] = {
+      {"plan_version", kPlanVersion},
+      {"max_ranks", kPeerMaxRanks},
+      {"max_hosted", kPeerMaxHosted},
+      {"max_buffers", kPeerMaxBuffers},
+      {"max_row_dims", kMaxRowDims},
+      {"state_failed", kStateFailed},
+      {"state_wary", kStateWary},
+      {"state_number", kStateNumber},
+      {"float16", int64_t(DType::kFloat16)},
+      {"bfloat16", int64_t(DType::kBFloat16)},
+      {"float32", int64_t(DType::kFloat32)},
+      {"float64", int64_t(DType::kFloat64)},
+      {"uint8", int64_t(DType::kUInt8)},
+      {"int8", int64_t(DType::kInt8)},
+      {"int16", int64_t(DType::kInt16)},
+      {"int32", int64_t(DType::kInt32)},
+      {"int64", int64_t(DType::kInt64)},
+      {"bool", int64_t(DType::kBool)},
+  };
+  for (const auto& [known, value] : constants)
+    if (std::strcmp(known, name) == 0) return value;
+  return -1;
+}

@@ -1,0 +1,69 @@
+"""The native operators of the peer transport: what stands below a plan (csrc/peer/bindings.cpp).
+
+``peer_call(Tensor(a!) out, Tensor shard, Tensor plan) -> ()``
+    One call with one row and one output on this process. ``plan`` comes from ``peer_bind``: a CPU int64 tensor that
+    holds all that is common to such calls, ready to launch. Checked against it: device, dtype, shape (the shard may
+    have more positions than its row), contiguity, and that the two share no memory. Tensors with lazy signs are
+    refused. Nobody looks at gradients: whoever calls it has decided that none is needed, and counts the write to
+    ``out`` (``torch.autograd.graph.increment_version``).
+``peer_call_new(Tensor shard, Tensor plan) -> Tensor``
+    The same with a new ``out``.
+``peer_bind(Tensor plan, int[] bounds, int[] row_shape, Tensor shard, Tensor out, int state) -> Tensor``
+    Makes such a plan from the words of a :class:`.transport.PreparedCall`: ``bounds`` are start and length of the row,
+    ``row_shape`` is the shape of a position; ``shard`` and ``out`` give dtype and device alone; ``state`` is the
+    address of the group's state, or 0.
+``peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, Tensor(b!) plan) -> ()``
+    Any number of rows and outputs, with bounds that may differ from call to call or live on the device.
+
+Shared with the group is its *state*, one int64 in memory that both sides hold (a CPU tensor of one element, which must
+outlive its plans): the bits ``FAILED`` and ``WARY``, and in ``NUMBER`` how many calls the group has made. ``peer_call``
+begins only where both bits are clear; it adds 1 to the number once it has launched.
+
+Every refusal is a RuntimeError (NotImplementedError where no kernel takes such tensors). Then nothing has happened and
+the number is as before, unless ``FAILED`` is set now: the group has failed, or the launch itself did, and the
+transport's ``check()`` or CUDA says why.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+#: Bits of a group's state: it has failed or was closed; a call is open, or the next call must be compared between
+#: processes; the number of calls.
+FAILED, WARY, NUMBER = 1 << 62, 1 << 61, (1 << 48) - 1
+#: The most dimensions of a position that ``peer_bind`` takes.
+MAX_ROW_DIMS = 15
+#: The layout of a plan's words (csrc/peer/plan.h).
+PLAN_VERSION = 4
+
+#: csrc/row_table.h
+DTYPE_CODES = {
+    torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3, torch.uint8: 4, torch.int8: 5,
+    torch.int16: 6, torch.int32: 7, torch.int64: 8, torch.bool: 9,
+}  # fmt: skip
+
+_library = torch.library.Library("shardsum", "FRAGMENT")
+_library.define(
+    "peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, Tensor(b!) plan) -> ()"
+)
+_library.define("peer_bind(Tensor plan, int[] bounds, int[] row_shape, Tensor shard, Tensor out, int state) -> Tensor")
+_library.define("peer_call(Tensor(a!) out, Tensor shard, Tensor plan) -> ()")
+_library.define("peer_call_new(Tensor shard, Tensor plan) -> Tensor")
+
+
+def _refuse(*args: Any) -> NoReturn:
+    raise RuntimeError("shardsum: a call over peer memory takes no tensors with lazy signs or zeros")
+
+
+for _name in ("peer_call", "peer_call_new"):
+    for _key in ("Negative", "Conjugate", "ZeroTensor"):  # PyTorch's own fallback would hand over copies
+        _library.impl(_name, _refuse, _key)
+    _library.impl(_name, torch.library.fallthrough_kernel, "AutogradCUDA")
+
+# OpOverload.__call__ only forwards to _op.
+peer_run = torch.ops.shardsum.peer_run.default._op
+peer_bind = torch.ops.shardsum.peer_bind.default._op
+peer_call = torch.ops.shardsum.peer_call.default._op
+peer_call_new = torch.ops.shardsum.peer_call_new.default._op

@@ -1,0 +1,143 @@
+"""The bound operators of the peer transport on GPUs: two processes, on one GPU where there is no second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardsum.core import reference
+from shardsum.core.layout import ExchangePlan, length
+from shardsum.transports.peer import operators
+from shardsum.transports.peer.transport import PeerTransport
+from tests.processes import run_processes
+from tests.values import assert_same, random_values
+
+OPS = torch.ops.shardsum
+WIDTH = 8
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if torch.cuda.device_count() < 2:
+        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+
+
+def open_transport(rank: int, timeout: float = 60) -> PeerTransport:
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return PeerTransport(dist.group.WORLD, (0, 1), device, timeout=timeout, staging_bytes=1 << 20)
+
+
+def _calls(rank: int, world_size: int) -> None:
+    """Sizes that are pushed, streamed, written and cut into chunks; sums, means and copies; with and without out."""
+    t = open_transport(rank)
+    state = torch.zeros(1, dtype=torch.int64)
+    made = 0
+    for size in (1, 100, 30_000, 200_000):
+        for op, dtype in (("sum", torch.bfloat16), ("mean", torch.float32), ("sum", torch.int32), ("copy", torch.int8)):
+            sources = ((0, size // 2), (size // 2, size)) if op == "copy" else ((0, size), (size // 3, size))
+            plan = ExchangePlan(sources, (0, 1), ((0, size),) * 2, (0, 1), 2)
+            out_dtype = torch.int64 if dtype == torch.int32 else dtype
+            prepared = t.prepare(plan, WIDTH, dtype, out_dtype, op)
+            begin, end = sources[rank]
+            bound = prepared.bind([begin, end - begin], (2, WIDTH // 2), state)
+            shards = [random_values((length(i), 2, WIDTH // 2), dtype, size + r) for r, i in enumerate(sources)]
+            if op == "copy":
+                expected = torch.cat(shards)
+            else:
+                starts = [i[0] for i in sources]
+                expected = reference.ragged_sum(shards, starts, size, op=op, out_dtype=out_dtype)
+            mine = shards[rank].to(t.device)
+            longer = torch.cat([mine, mine[:1]])
+            out = torch.empty(expected.shape, dtype=out_dtype, device=t.device)
+            for shard in (mine, longer):
+                out.fill_(1)
+                OPS.peer_call(out, shard, bound)
+                assert_same(out.cpu(), expected)
+                assert_same(OPS.peer_call_new(shard, bound).cpu(), expected)
+                made += 2
+            assert state.item() == made
+    t.close()
+
+
+@pytest.mark.gpu
+def test_bound_calls_give_the_bits_of_the_reference(gpus: None) -> None:
+    run_processes(_calls, 2, backend="cpu:gloo", timeout=240)
+
+
+def _captured(rank: int, world_size: int) -> None:
+    t = open_transport(rank)
+    state = torch.tensor([5])
+    size = 64
+    plan = ExchangePlan(((0, size),) * 2, (0, 1), ((0, size),) * 2, (0, 1), 2)
+    bound = t.prepare(plan, WIDTH, torch.float32, torch.float32).bind([0, size], (WIDTH,), state)
+    x, out = torch.zeros(size, WIDTH, device=t.device), torch.empty(size, WIDTH, device=t.device)
+    with pytest.raises(RuntimeError, match="one eager call first"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        OPS.peer_call(out, x, bound)
+    assert state.item() == 5  # refused: nothing happened
+    OPS.peer_call(out, x, bound)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        OPS.peer_call(out, x, bound)
+        total = OPS.peer_call_new(x, bound)
+    assert state.item() == 8
+    for i in range(20):
+        x.fill_(i + rank)
+        graph.replay()
+        assert torch.equal(out, torch.full_like(out, 2.0 * i + 1)) and torch.equal(total, out)
+    t.close()
+
+
+@pytest.mark.gpu
+def test_bound_calls_are_captured_after_an_eager_one(gpus: None) -> None:
+    run_processes(_captured, 2, backend="cpu:gloo", timeout=240)
+
+
+def _refused(rank: int, world_size: int) -> str:
+    """What is refused leaves the transport as it was; a peer that stays away ends it, and the state says so."""
+    t = open_transport(rank, timeout=3)
+    state = torch.tensor([0])
+    size = 64
+    plan = ExchangePlan(((0, size),) * 2, (0, 1), ((0, size),) * 2, (0, 1), 2)
+    bound = t.prepare(plan, WIDTH, torch.float32, torch.float32).bind([0, size], (WIDTH,), state)
+    x, out = torch.ones(size, WIDTH, device=t.device), torch.empty(size, WIDTH, device=t.device)
+    wrong: list[tuple[Any, Any]] = [
+        (out, x.cpu()), (out.cpu(), x), (out, x.half()), (out[1:], x), (out, x[1:]), (x, x), (out, x.t()),
+        (out, torch._neg_view(x)),
+    ]  # fmt: skip
+    for bad_out, bad_shard in wrong:
+        with pytest.raises(RuntimeError):
+            OPS.peer_call(bad_out, bad_shard, bound)
+    for bit in (operators.FAILED, operators.WARY):
+        state.fill_(bit)
+        with pytest.raises(RuntimeError):
+            OPS.peer_call(out, x, bound)
+    state.zero_()
+    OPS.peer_call(out, x, bound)
+    assert torch.equal(out, torch.full_like(out, 2.0)) and state.item() == 1
+    if rank == 0:
+        OPS.peer_call(out, x, bound)  # process 1 does not come
+    dist.barrier()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError):
+        OPS.peer_call(out, x, bound)
+        torch.cuda.synchronize()
+        OPS.peer_call(out, x, bound)
+    assert state.item() & operators.FAILED
+    with pytest.raises(RuntimeError) as caught:
+        t.check()
+    t.close()
+    return str(caught.value)
+
+
+@pytest.mark.gpu
+def test_what_is_refused_changes_nothing_and_a_failure_is_final(gpus: None) -> None:
+    for message in run_processes(_refused, 2, backend="cpu:gloo", timeout=120):
+        assert "process 1 did not come within 3 s" in message

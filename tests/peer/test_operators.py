@@ -1,0 +1,166 @@
+"""The peer transport's operators on the CPU: schemas, what they check before a launch, and how they refuse.
+
+The library's CPU part makes all checks of csrc/peer/bindings.cpp and then refuses, as it can launch nothing. What is
+launched: tests/gpu/test_gpu_peer_call.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardsum.core.layout import ExchangePlan
+from shardsum.native import loader as native
+from shardsum.transports.peer import operators, shapes
+from shardsum.transports.peer.shapes import MemoryLayout, Tuning
+from shardsum.transports.peer.transport import PeerTransport, PreparedCall
+
+OPS = torch.ops.shardsum
+LENGTH, SIZE, ROW = 5, 6, (2, 4)
+END = "peer memory is memory of GPUs"  # all checks have passed
+
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    if native.status().backend != "native":
+        pytest.skip("needs the native library")
+
+
+def prepared(num_rows: int = 1) -> PreparedCall:
+    """An all_reduce of two processes, ``num_rows`` rows each, as process 0 prepares it; without memory."""
+    nothing = SimpleNamespace(data_ptr=lambda: 0)
+    layout = MemoryLayout(2 * num_rows, 2, 128, num_rows, 1 << 20, 1 << 16, True, True)
+    owner = SimpleNamespace(
+        rank=0, world_size=2, layout=layout, tuning=Tuning(), timeout=1.0, device=torch.device("cpu"), _host=nothing,
+        _control=nothing, _failure=nothing, _table=nothing, _memory=SimpleNamespace(addresses=[0, 0]),
+    )  # fmt: skip
+    owners = tuple(g for g in range(2) for _ in range(num_rows))
+    plan = ExchangePlan(((0, LENGTH),) * len(owners), owners, ((0, SIZE),) * 2, (0, 1), 2)
+    message = shapes.describe_message(plan, 8, 4, 2, False)
+    shape = shapes.choose_shape(message, layout, owner.tuning)
+    codes = operators.DTYPE_CODES[torch.float32], operators.DTYPE_CODES[torch.bfloat16]
+    words = PeerTransport._words(owner, plan, message, shape, codes, False, None)  # type: ignore[arg-type]
+    return PreparedCall(owner, message, shape, words, num_rows == 1, (torch.float32, torch.bfloat16))  # type: ignore[arg-type]
+
+
+def tensors() -> tuple[Tensor, Tensor]:
+    return torch.zeros(SIZE, *ROW, dtype=torch.bfloat16), torch.zeros(LENGTH, *ROW)
+
+
+def test_the_operators_take_tensors_alone() -> None:
+    assert str(OPS.peer_call.default._schema).endswith("(Tensor(a!) out, Tensor shard, Tensor plan) -> ()")
+    assert str(OPS.peer_call_new.default._schema).endswith("(Tensor shard, Tensor plan) -> Tensor")
+
+
+def test_a_good_call_passes_all_checks() -> None:
+    plan = prepared().bind([1, LENGTH], ROW)
+    out, shard = tensors()
+    assert plan.dtype == torch.int64 and plan.dim() == 1
+    for longer in (shard, torch.zeros(LENGTH + 3, *ROW)):
+        with pytest.raises(RuntimeError, match=END):
+            OPS.peer_call(out, longer, plan)
+        with pytest.raises(RuntimeError, match=END):
+            OPS.peer_call_new(longer, plan)
+
+
+def overlapping() -> tuple[Tensor, Tensor]:
+    memory = torch.zeros(500, dtype=torch.uint8)
+    shard = memory[:160].view(torch.float32).view(LENGTH, *ROW)
+    return memory[158 : 158 + 96].view(torch.bfloat16).view(SIZE, *ROW), shard
+
+
+WRONG: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Any, Any]], str]] = {
+    "dtype of shard": (lambda out, x: (out, x.double()), "shard has another dtype"),
+    "dtype of out": (lambda out, x: (out.float(), x), "out has another dtype"),
+    "row of shard": (lambda out, x: (out, x.reshape(LENGTH, 8)), "shard has another shape"),
+    "row of out": (lambda out, x: (out.reshape(SIZE, 4, 2), x), "out has another shape"),
+    "short shard": (lambda out, x: (out, x[1:]), "shard has 4 positions, its plan 5"),
+    "short out": (lambda out, x: (out[1:], x), "out has 5 positions, its plan 6"),
+    "long out": (lambda out, x: (torch.cat([out, out]), x), "out has 12 positions, its plan 6"),
+    "shard not contiguous": (
+        lambda out, x: (out, x.transpose(1, 2).contiguous().transpose(1, 2)),
+        "shard is not contiguous",
+    ),
+    "out not contiguous": (lambda out, x: (torch.cat([out, out])[::2], x), "out is not contiguous"),
+    "overlap": (lambda out, x: overlapping(), "out shares memory with shard"),
+    "negative": (lambda out, x: (out, torch._neg_view(x)), "lazy signs"),
+    "negative out": (lambda out, x: (torch._neg_view(out), x), "lazy signs"),
+    "zeros": (lambda out, x: (out, torch._efficientzerotensor(x.shape)), "lazy signs or zeros"),
+    "meta": (lambda out, x: (out, x.to("meta")), "Meta"),
+    "sparse": (lambda out, x: (out, x.to_sparse()), "Sparse"),
+    "nested": (lambda out, x: (out, torch.nested.nested_tensor([x, x])), "Nested"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_the_plan_is_refused_and_not_counted(case: str) -> None:
+    state = torch.tensor([41])
+    plan = prepared().bind([0, LENGTH], ROW, state)
+    change, message = WRONG[case]
+    out, shard = change(*tensors())
+    with pytest.raises(RuntimeError, match=message):
+        OPS.peer_call(out, shard, plan)
+    if "out" not in case and case != "overlap":
+        with pytest.raises(RuntimeError, match=message):
+            OPS.peer_call_new(shard, plan)
+    assert state.tolist() == [41]
+
+
+@pytest.mark.parametrize("bit, message", [(operators.FAILED, "failed or was closed"), (operators.WARY, "open or must")])
+def test_a_bit_of_the_state_holds_calls_back(bit: int, message: str) -> None:
+    state = torch.tensor([7])
+    plan = prepared().bind([0, LENGTH], ROW, state)
+    out, shard = tensors()
+    for held in (bit, 0, bit):  # read at every call
+        state.fill_(7 + held)
+        with pytest.raises(RuntimeError, match=message if held else END):
+            OPS.peer_call(out, shard, plan)
+        with pytest.raises(RuntimeError, match=message if held else END):
+            OPS.peer_call_new(shard, plan)
+        assert state.item() == 7 + held
+
+
+@pytest.mark.parametrize("transform", ["vmap", "functionalize"])
+def test_a_transform_does_not_reach_the_launch(transform: str) -> None:
+    plan, (_, shard) = prepared().bind([0, LENGTH], ROW), tensors()
+    with pytest.raises(RuntimeError):
+        getattr(torch.func, transform)(lambda x: OPS.peer_call_new(x, plan))(shard.repeat(2, 1, 1))
+
+
+def test_a_plan_is_one_of_this_library() -> None:
+    out, shard = tensors()
+    plan = prepared().bind([0, LENGTH], ROW)
+    old = plan.clone()
+    old[0] -= 1
+    for bad, message in ((plan[:-1], "not one of peer_bind"), (plan.int(), "not one of"), (old, "another version")):
+        with pytest.raises(RuntimeError, match=message):
+            OPS.peer_call(out, shard, bad)
+
+
+def test_what_cannot_be_bound() -> None:
+    with pytest.raises(ValueError, match="several sources"):
+        prepared(2).bind([0, LENGTH], ROW)
+    with pytest.raises(ValueError, match="row_shape: 16 dimensions"):
+        prepared().bind([0, LENGTH], (1,) * 16)
+    for bounds, row in (([0, LENGTH], (3,)), ([0], ROW), ([-1, LENGTH], ROW), ([2, SIZE], ROW)):
+        with pytest.raises(RuntimeError):
+            prepared().bind(bounds, row)
+
+
+def test_constants_are_those_of_the_library() -> None:
+    constant = ctypes.CDLL(str(native.status().library)).shardsum_peer_constant
+    constant.argtypes, constant.restype = [ctypes.c_char_p], ctypes.c_int64
+    expected = {
+        "plan_version": operators.PLAN_VERSION, "max_ranks": shapes.MAX_RANKS, "max_hosted": shapes.MAX_HOSTED,
+        "max_row_dims": operators.MAX_ROW_DIMS, "state_failed": operators.FAILED, "state_wary": operators.WARY,
+        "state_number": operators.NUMBER,
+        **{str(dtype).removeprefix("torch."): code for dtype, code in operators.DTYPE_CODES.items()},
+    }  # fmt: skip
+    assert {name: constant(name.encode()) for name in expected} == expected
+    assert constant(b"nothing") == -1
