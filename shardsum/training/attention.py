@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..core.checks import as_ints
 from ..core.numerics import check_op
 from .documents import ChunkPlan, plan_chunks
+from .lockstep import running
 
 if TYPE_CHECKING:
     from ..group.group import CollectiveGroup
@@ -77,6 +78,10 @@ def context_parallel_attention(
         >>> q, k, v = ([torch.randn(n, 8, 64) for n in (5, 0, 4)] for _ in range(3))
         >>> out = context_parallel_attention(q, k, v, group, lengths=[5, 0, 4], cu_seqlens=[0, 2, 9])
     """
+    now = running(group)
+    if now is not None:
+        options = {"lengths": lengths, "cu_seqlens": cu_seqlens, "scale": scale, "causal": causal}
+        return now.meet("context_parallel_attention", context_parallel_attention, (q, k, v), (group,), **options)
     single = isinstance(q, Tensor)
     qs, ks, vs = ([x] if isinstance(x, Tensor) else x for x in (q, k, v))
     plans = _plan(group, qs, ks, vs, lengths, cu_seqlens, scale, causal)

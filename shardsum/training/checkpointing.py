@@ -1,0 +1,72 @@
+"""Activation checkpointing of several hosted virtual ranks' layers, whose recomputation makes collective calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from . import lockstep
+
+if TYPE_CHECKING:
+    from .shard_group import ShardGroup
+
+#: Arguments of torch's checkpoint itself; the others are the function's.
+_OPTIONS = ("context_fn", "determinism_check", "debug", "early_stop")
+
+
+def checkpoint(
+    group: ShardGroup,
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = False,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """What ``group.checkpoint(function, ...)`` returns (:meth:`shardsum.ShardGroup.checkpoint`)."""
+    if use_reentrant:
+        raise ValueError(
+            "use_reentrant: True; only torch's checkpoint without reentrant autograd keeps the order of sums"
+        )
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    now = lockstep.running(group)
+    if now is None:
+        return torch_checkpoint(function, *args, **options, **kwargs)
+    options |= {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    return now.meet("checkpoint", _checkpoint_all, (partial(function, **kwargs), args), (group,), **options)
+
+
+def _checkpoint_all(
+    functions: Sequence[Callable[..., Any]], arguments: Sequence[tuple[Any, ...]], group: ShardGroup, **options: Any
+) -> Any:
+    """One checkpoint for the layer of all hosted virtual ranks; a list of their results."""
+    flat = [x for args in arguments for x in args]
+    return torch_checkpoint(_Layers(group, functions, [len(args) for args in arguments]), *flat, **options)
+
+
+class _Layers:
+    """The hosted virtual ranks' functions in a lockstep of their own, on their arguments behind one another.
+
+    Called once forward, and once more where the backward needs what it did not keep: with the random streams as they
+    were the first time, which torch knows of the default generators only.
+    """
+
+    def __init__(self, group: ShardGroup, functions: Sequence[Callable[..., Any]], counts: Sequence[int]) -> None:
+        self._group, self._functions, self._counts = group, functions, counts
+        self._streams: dict[str, Tensor] | None = None
+
+    def __call__(self, *flat: Any) -> list[Any]:
+        rest = iter(flat)
+        calls = [partial(f, *[next(rest) for _ in range(n)]) for f, n in zip(self._functions, self._counts)]
+        now = self._group.generators.state_dict()
+        if self._streams is None:
+            self._streams = now
+            return lockstep.run(self._group, calls)
+        try:
+            self._group.generators.load_state_dict(self._streams)
+            return lockstep.run(self._group, calls)
+        finally:
+            self._group.generators.load_state_dict(now)
