@@ -31,8 +31,8 @@ import torch
 
 from shardsum.core import reference
 from shardsum.local import kernels
-from shardsum.native import builder as building
 from shardsum.native import loader as native
+from shardsum.native import recipe as building
 from shardsum.tools.bench.rows import environment
 from shardsum.tools.bench.timing import take_turns
 

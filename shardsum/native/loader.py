@@ -6,11 +6,10 @@ Nothing happens at import. :func:`load` is called before the first operator and 
 * ``SHARDSUM_BACKEND=native``  loads it, or raises a RuntimeError that says why it cannot.
 * ``SHARDSUM_BACKEND=auto``    (default) loads it, or warns once and runs in plain torch.
 
-A library comes from one of two places. ``shardsum/_native.so``, built ahead of time by :func:`build`, is taken when
-it was built from the sources that stand beside it, whatever torch and Python are installed (it uses their stable ABIs
-only). Otherwise it is built at first use into ``$SHARDSUM_CACHE`` (default ``~/.cache/shardsum``), under a name that is
-a hash of sources, flags, torch, compilers and architectures; an operating-system lock makes other processes wait, and
-is released when a building process dies.
+A library comes from one of two places. ``shardsum/_native.so``, built ahead of time (a wheel brings it; :func:`build`
+makes it), is taken when it is whole, was built from the sources that stand beside it and has kernels for this host's
+GPUs, whatever torch and Python are installed (it uses their stable ABIs only). Otherwise it is built at first use into
+a cache (:mod:`.cache`), under a name that is a hash of sources, flags, torch, compilers and architectures.
 """
 
 from __future__ import annotations
@@ -30,7 +29,10 @@ from typing import Any
 
 import torch
 
-from . import builder as building
+from . import recipe as recipes
+from .artifact import read_record
+from .builder import build as build_library
+from .cache import cached_library
 
 _AHEAD_OF_TIME = Path(__file__).parents[1] / "_native.so"
 _lock = threading.Lock()
@@ -124,13 +126,13 @@ def build(output: Path | None = None, *, archs: tuple[str, ...] | None = None) -
 
     Args:
         output: default ``_native.so`` beside the package, where :func:`load` looks first.
-        archs: CUDA architectures as ("80", "90"), () for none; default: ``SHARDSUM_CUDA_ARCHS`` or the usual ones where
-            a CUDA toolkit is found, none elsewhere.
+        archs: CUDA architectures as ("80", "90"), () for none; default: ``SHARDSUM_CUDA_ARCHS`` or those of this host's
+            GPUs where torch has CUDA and a CUDA toolkit is found, none elsewhere.
 
     Raises:
         RuntimeError: no compiler, or it failed.
     """
-    return building.build(output or _AHEAD_OF_TIME, archs=archs)
+    return build_library(output or _AHEAD_OF_TIME, archs=archs)
 
 
 def limit_cpu_isa(name: str | None) -> str:
@@ -203,7 +205,7 @@ def _load_library() -> Status:
     has_cuda = bool(ctypes.CDLL(str(path)).shardsum_has_cuda())
     _take_functions(path)
     if torch.version.cuda and not has_cuda:
-        reason += f"; without a CUDA part: {building.cuda_absence()}"
+        reason += f"; without a CUDA part: {recipes.cuda_absence()}"
     return Status("native", path, has_cuda, _limit_cpu_isa(path, None), reason)
 
 
@@ -241,12 +243,25 @@ def _find() -> tuple[Path, str]:
     """The library to load and where it is from."""
     note = ""
     if _AHEAD_OF_TIME.exists():
-        stale = building.stale_reason(_AHEAD_OF_TIME)
+        stale = _stale_reason(_AHEAD_OF_TIME)
         if stale is None:
             return _AHEAD_OF_TIME, f"built ahead of time: {_AHEAD_OF_TIME}"
         note = f" ({_AHEAD_OF_TIME} is ignored: {stale})"
     try:
-        path = building.cached_build()
+        path = cached_library()
     except RuntimeError as error:
         raise RuntimeError(f"{error}{note}") from error
     return path, f"built at first use: {path}{note}"
+
+
+def _stale_reason(library: Path) -> str | None:
+    """Why a library built ahead of time should not be loaded here, or None."""
+    record = read_record(library)
+    if record is None:
+        return "it is not a whole library of this project"
+    if record.sources != recipes.source_hash():
+        return "it was built from other sources"
+    missing = recipes.missing_archs(record.archs)
+    if missing and recipes.find_toolkit():
+        return f"it has no kernels for sm_{', sm_'.join(missing)}, and they can be built here"
+    return None

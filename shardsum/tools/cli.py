@@ -95,7 +95,6 @@ def _compare(options: Namespace) -> int:
 def _build(options: Namespace) -> int:
     from ..native import loader as native
 
-    print("building the native library; with nvcc, CUDA kernels too, which takes minutes", file=sys.stderr)
     try:
         print(native.build())
     except RuntimeError as error:  # no compiler, or what it says

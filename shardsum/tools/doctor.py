@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from ..native import builder as building
 from ..native import loader as native
+from ..native import recipe as building
 
 _ISA = {"avx512": "AVX-512", "avx2": "AVX2"}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardsum.native import builder as building
+from shardsum.native import recipe as building
 
 HEADERS = Path(sysconfig.get_path("include"))
 CHECK = """

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from shardsum.core.layout import ExchangePlan, intervals_of, split_evenly
-from shardsum.native.builder import find_toolkit
+from shardsum.native.recipe import find_toolkit
 from shardsum.transports.peer import shapes as peer_plan
 from shardsum.transports.peer import transport as peer
 from shardsum.transports.peer.operators import DTYPE_CODES
