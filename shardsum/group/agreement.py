@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ..transports import departures
+from ..transports import TaggedWire, Wire, departures
 
 Signature = Mapping[str, Any]
 
@@ -118,6 +118,14 @@ class Agreement:
             except RuntimeError as error:
                 raise self.explain("ShardGroup", error) from error
             self.side = side
+
+    def wire(self, group: dist.ProcessGroup | None, device: torch.device) -> Wire | None:
+        """What data moves on: on the CPU the side channel, which is this group's alone."""
+        if self.world_size == 1:
+            return None
+        if device.type == "cpu":
+            return TaggedWire(self.side, self.timeout)
+        return Wire(group, self.rank, self.world_size, self.timeout)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every process's ``value`` (small, picklable), by process. No process returns before all have called."""

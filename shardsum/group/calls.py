@@ -81,6 +81,7 @@ class Runner:
             self._positions.append((owner, self._hosted[owner]))
             self._hosted[owner] += 1
         self.name = f"group{next(_names)}"
+        engine.call = lambda: agreement.call
         self.replays = Replays(len(self.virtual_ranks), device)
         agreement.forget = self.replays.clear
         self._stream: torch.cuda.Stream | None = None
@@ -109,6 +110,7 @@ class Runner:
 
     def run(
         self,
+        name: str,
         shards: Sequence[Tensor],
         sources: Sequence[Interval],
         sinks: Sequence[Interval],
@@ -119,7 +121,7 @@ class Runner:
         """Start an exchange of checked arguments (what the registered operators call)."""
         plan = self.engine.plan(tuple(sources), tuple(sinks), kinds)
         rows = [s.resolve_conj().resolve_neg().contiguous() for s in shards]  # bytes travel, not lazy signs
-        return self.engine.start(plan, rows, reduce, out)
+        return self.engine.start(name, plan, rows, reduce, out)
 
     def hosted(self, of: Sequence[Any], kind: str) -> list[Any]:
         """What belongs to this process among one item per virtual rank ("v") or per process ("p")."""
@@ -394,7 +396,8 @@ class Runner:
     def _job(self, request: Request) -> Job:
         if request.sources is None:  # its arguments were compared just now, so it runs now, also with async_op
             return Job(self._apply(request), iter(()))
-        return self.run(request.shards, request.sources, request.sinks, request.kinds, request.reduce, request.out)
+        sources, sinks = request.sources, request.sinks
+        return self.run(request.name, request.shards, sources, sinks, request.kinds, request.reduce, request.out)
 
     def _begin(self, request: Request, deliver: Callable[[list[Tensor]], Any]) -> Handle:
         """Start a call and return its handle. On CUDA everything runs on a stream of the group's own."""

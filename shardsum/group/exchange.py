@@ -107,7 +107,7 @@ def _exchange(
     hosted = owner.hosted(held, terms.kinds[0])
     narrowed = [s if s.shape[0] == e - b else s[: e - b] for s, (b, e) in zip(shards, hosted)]
     try:
-        outs = owner.run(narrowed, held, wanted, terms.kinds, terms.reduce).result()
+        outs = owner.run(terms.name, narrowed, held, wanted, terms.kinds, terms.reduce).result()
     except RuntimeError as error:
         raise owner.failure(terms.name, error) from error
     return _with_rows(outs, rows or [o.shape[0] for o in outs])

@@ -8,7 +8,7 @@ While a chunk is summed, the next one travels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -20,7 +20,7 @@ from ..core.layout import ExchangePlan, Interval, length
 from ..local import kernels
 from ..local.ops import readable
 from ..native import loader as native
-from ..transports import TRANSPORTS, Rows, Wire
+from ..transports import TRANSPORTS, Rows, Stamp, Wire, stamp
 from ..transports.costs import Costs
 from ..transports.peer.peers import Peers
 
@@ -121,26 +121,32 @@ class Engine:
         self.peers = peers if peers is not None and peers.reason is None else None
         self.no_peers = "" if peers is None or peers.reason is None else f"; peer memory cannot be used: {peers.reason}"
         self.last: Route | None = None
+        self.call: Callable[[], int] = lambda: 0  # the number of the call that an exchange belongs to
         self.plan = lru_cache(maxsize=256)(self._plan)
         self.route = lru_cache(maxsize=256)(self._route)
         self.two_shot_chunks = lru_cache(maxsize=64)(self._two_shot_chunks)
+        self.stamp = lru_cache(maxsize=256)(self._stamp)
 
     def _plan(self, sources: tuple[Interval, ...], sinks: tuple[Interval, ...], kinds: str) -> ExchangePlan:
         """``kinds``: "v" virtual rank or "p" process, of sources and of sinks (all_reduce is "vp")."""
         owners = {"v": self.owners, "p": tuple(range(self.world_size))}
         return ExchangePlan(sources, owners[kinds[0]], sinks, owners[kinds[1]], self.world_size)
 
-    def start(self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, out: Tensor | None = None) -> Job:
+    def start(
+        self, name: str, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, out: Tensor | None = None
+    ) -> Job:
         """Begin an exchange of contiguous shards ``(|I_r|, *F)``; results are one tensor per hosted sink.
 
-        ``out`` may be written in place of a new tensor where there is one sink (the result says whether it was):
-        where it is contiguous, without lazy signs.
+        ``name`` is the collective. ``out`` may be written in place of a new tensor where there is one sink, where it is
+        contiguous, without lazy signs (the result says whether it was).
         """
         native.load()
         first = shards[0]
         trailing = first.shape[1:]
         route = self.route(plan, trailing.numel(), first.dtype, reduce, first.device.type)
         self.begin(route)
+        if self.wire is not None and route.transport != "peer":
+            self.wire.begin(self.stamp(name, plan, tuple(trailing), first.dtype, reduce, route), self.call())
         if route.two_shot and route.transport != "peer":
             rows = self._rows_per_chunk(plan, route.chunks)
             buffer = first.new_empty((rows * route.chunks, *trailing), dtype=reduce.dtype)
@@ -239,6 +245,15 @@ class Engine:
         """Rows of a two-shot chunk: a multiple of the process count."""
         per_process = -(-length(plan.sinks[0]) // (chunks * self.world_size))
         return per_process * self.world_size
+
+    def _stamp(
+        self, name: str, plan: ExchangePlan, trailing: tuple[int, ...], dtype: torch.dtype, reduce: Reduce, route: Route
+    ) -> Stamp:
+        """What an exchange is: all that determines what travels and what is made of it."""
+        said = {"dtype": str(dtype), "trailing shape": trailing, "op": reduce.op, "scale": repr(reduce.scale)}
+        said |= {"out_dtype": str(reduce.dtype), "sources": plan.sources, "sinks": plan.sinks}
+        exact = {**said, "kinds": [plan.source_owners, plan.sink_owners], "route": [route.transport, route.chunks]}
+        return stamp(name, exact, ", ".join(f"{key}={value}" for key, value in said.items()))
 
     # Choosing and predicting
 

@@ -42,7 +42,6 @@ from torch import Tensor
 
 from ..core.checks import as_ints, check_size, needs_grad
 from ..core.layout import Interval, intervals_of, owners_of
-from ..transports import Wire
 from ..transports import costs as cost_tables
 from ..transports.peer.peers import Peers
 from . import membership
@@ -129,7 +128,7 @@ class CollectiveGroup:
         signature |= {"transport": transport, "check": check, "device": self.device.type, "costs": repr(table)}
         membership.refuse_shared_gpu(self._agreement.agree("ShardGroup", signature, membership.gpu(self.device)))
         self._agreement.connect(max(map(self.owners.count, range(self.world_size))) + 1)
-        wire = Wire(pg, limit) if pg is not None and self.world_size > 1 else None
+        wire = self._agreement.wire(pg, self.device)
         peers = self._find_peers(transport, limit) if wire is not None else None
         self.engine = Engine(self.owners, self.rank, wire, transport, table, peers)
         self._runner = Runner(self.engine, self._agreement, self.device)

@@ -21,6 +21,7 @@ from ..local import ops as operators
 from ..local.ops import finish_gradient, readable
 from ..local.registry import define
 from ..native import loader as native
+from ..transports import stamp
 from .exchange import Terms, exchange, intervals
 from .executor import LOCAL_ROUTE, Engine, Reduce, Route
 
@@ -33,7 +34,7 @@ def _exchange_padded(x: Tensor, lengths: Tensor, sinks: list[int], *tail: Any) -
         plan = owner.engine.plan(((0, x.shape[1]),) * owner.num_virtual_ranks, intervals(sinks), terms.kinds)
         return owner.engine.padded_by_peers(plan, x, lengths, reduce)
     try:
-        rows, all_lengths = gather_padded(owner.engine, x, lengths)
+        rows, all_lengths = gather_padded(owner.engine, x, lengths, terms)
     except RuntimeError as error:
         raise owner.failure(terms.name, error) from error
     wanted = owner.hosted(intervals(sinks), terms.kinds[1])
@@ -41,7 +42,7 @@ def _exchange_padded(x: Tensor, lengths: Tensor, sinks: list[int], *tail: Any) -
     return [*outs, all_lengths]
 
 
-def gather_padded(engine: Engine, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def gather_padded(engine: Engine, x: Tensor, lengths: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """Padded rows ``(R', S_MAX, *F)`` and lengths ``(R',)`` of all virtual ranks, in their order, unread by the host.
 
     Each row travels with its length behind it. A process that hosts fewer than the most sends empty rows, so R' >= R;
@@ -56,6 +57,9 @@ def gather_padded(engine: Engine, x: Tensor, lengths: Tensor) -> tuple[Tensor, T
     stride = -(-row_bytes // 16) * 16 + 16  # rows stay 16-byte aligned
     sent = (slots * stride * (engine.world_size - 1),) * engine.world_size
     engine.begin(Route("gather", False, 1, sent, sent, "lengths on the device travel with the padded rows"))
+    said = {"dtype": str(x.dtype), "S_MAX": x.shape[1], "trailing shape": tuple(x.shape[2:]), "op": terms.op}
+    said |= {"scale": repr(terms.scale), "out_dtype": str(terms.dtype)}
+    engine.wire.begin(stamp(terms.name, said), engine.call())
     mine = torch.zeros((slots, stride), dtype=torch.uint8, device=x.device)
     mine[: x.shape[0], :row_bytes] = x.contiguous().view(x.shape[0], -1).view(torch.uint8)
     mine[: x.shape[0], stride - 8 :].view(torch.int64)[:, 0] = lengths

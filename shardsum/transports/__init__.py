@@ -15,8 +15,9 @@ from .all_to_all import AllToAll
 from .base import Pending, Rows, Transport
 from .gather import Gather
 from .local import Local
-from .wire import Traffic, Wire
+from .tagged import TaggedWire
+from .wire import Stamp, Traffic, Wire, stamp
 
 TRANSPORTS: dict[str, Transport] = {t.name: t for t in (Local(), Gather(), AllToAll())}
 
-__all__ = ["TRANSPORTS", "Pending", "Rows", "Traffic", "Transport", "Wire"]
+__all__ = ["TRANSPORTS", "Pending", "Rows", "Stamp", "TaggedWire", "Traffic", "Transport", "Wire", "stamp"]

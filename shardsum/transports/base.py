@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..core.layout import ExchangePlan
@@ -27,7 +26,7 @@ class Pending:
     """Transfers under way; ``sinks`` holds the rows of every hosted sink, readable after :meth:`wait`."""
 
     sinks: list[Rows]
-    works: list[dist.Work] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)  # transfers of the wire
     keep: Sequence[Tensor] = ()  # buffers that must live until the transfers end
 
     def wait(self, wire: Wire | None) -> list[Rows]:
