@@ -1,4 +1,4 @@
-"""What context_parallel.py measures: a case (documents, chunks, inputs, exact gradients) and the ways to run it."""
+"""What context_gradients.py measures: a case (documents, chunks, inputs, exact gradients) and the ways to run it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardsum import ShardGroup, context_parallel_attention
 from shardsum.core import bits, reference
 from shardsum.core.layout import ExchangePlan, intersect, length, owners_of
-from shardsum.training.attention import attend_chunk
-from shardsum.training.documents import ChunkPlan, plan_chunks
+from shardsum.training.context_kernels import backward, forward
+from shardsum.training.context_plan import Chunk
+from shardsum.training.documents import CAUSAL, ChunkPlan, plan_chunks
 
 BF16 = torch.bfloat16
 SEED = 14  # of the documents: of the draws that share_of_padded compares, one close to the mean in every case
@@ -58,6 +59,7 @@ class Case:
         self.group = ShardGroup(ranks, placement=placement)
         self.hosted, self.chunk = self.group.virtual_ranks, self.size // ranks
         self.plans = plan_chunks([self.chunk] * ranks, borders)
+        self.chunks = [Chunk(self.plans[v], CAUSAL) for v in self.hosted]
         inputs = [self.random_inputs(r) for r in range(ranks)]
         self.kv = torch.cat([torch.cat([k, v], -1) for _, k, v, _ in inputs])
         self.qs, self.ks, self.vs = ([inputs[v][i].requires_grad_() for v in self.hosted] for i in range(3))
@@ -77,8 +79,7 @@ class Case:
 
     def attend(self, kvs: Sequence[Tensor]) -> list[Tensor]:
         """Each hosted chunk against the keys and values it needs."""
-        head_dim = self.shape[1]
-        return [attend_chunk(q, kv, self.plans[v], head_dim, None, True) for v, q, kv in zip(self.hosted, self.qs, kvs)]
+        return [_Attend.apply(chunk, q, kv) for chunk, q, kv in zip(self.chunks, self.qs, kvs)]
 
     def gradients(self, outs: Sequence[Tensor]) -> list[Tensor]:
         """Of the hosted chunks' keys and values; those of the queries are computed, too."""
@@ -124,6 +125,23 @@ class Case:
         return reference.exchange(everyone, [p.keys for p in self.plans], wanted, out_dtype=BF16)
 
 
+class _Attend(torch.autograd.Function):
+    """A chunk's queries against the keys and values it needs, ``(keys, heads, 2 head_dim)``."""
+
+    @staticmethod
+    def forward(ctx: Any, chunk: Chunk, q: Tensor, kv: Tensor) -> Tensor:
+        out, lse = forward(q, *kv.chunk(2, -1), chunk, None)
+        ctx.chunk = chunk
+        ctx.save_for_backward(q, kv, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, kv, out, lse = ctx.saved_tensors
+        dq, dk, dv = backward(grad, q, *kv.chunk(2, -1), out, lse, ctx.chunk, None)
+        return None, dq, torch.cat([dk, dv], -1)
+
+
 def query_blocks(plan: ChunkPlan, most: int) -> Iterator[tuple[slice, tuple[int, int]]]:
     """Rows of a chunk's queries and the global interval of the keys that the last of them sees, block by block."""
     row, key = 0, plan.keys[0]
@@ -165,12 +183,12 @@ class Shardsum:
             The name of the transport; bytes of all processes; bytes of the busiest one.
         """
         expected = self.case.reference_sum(partials)
-        for found in (self.reduce(partials), self.step()):
+        reduced, stats = self.reduce(partials), self.case.group.stats()
+        for found in (reduced, self.step()):
             for a, b in zip(found, expected):
                 assert bits.equal(a, b), bits.first_difference(a, b)
-            stats = self.case.group.stats()  # after the step: of its last exchange, the adjoint
-            if stats.route.transport != "peer":  # whose kernel reads, and hands no bytes to a backend
-                assert stats.sent == stats.route.egress[self.case.group.rank]
+        if stats.route.transport != "peer":  # whose kernel reads, and hands no bytes to a backend
+            assert stats.sent == stats.route.egress[self.case.group.rank]
         return stats.route.transport, stats.total, stats.route.busiest
 
 

@@ -6,8 +6,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import Tensor
+
 from ..group.group import CollectiveGroup
 from . import checkpointing, lockstep
+from .context import ContextBatch
+from .context_balance import POSITION_COST, balanced_lengths
+from .context_plan import SequencePlan
 from .generators import RankGenerators
 from .replicas import M, Replicas, make_replicas, reduce_gradients
 
@@ -16,6 +21,60 @@ class ShardGroup(CollectiveGroup):
     __doc__ = CollectiveGroup.__doc__
 
     _generators: RankGenerators | None = None
+
+    #: What :func:`shardsum.context_parallel_attention` asked for last, and its plan.
+    last_sequence: tuple[str, SequencePlan] | None = None
+
+    def context_parallel(
+        self,
+        lengths: Sequence[int] | None = None,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        causal: bool = True,
+        window: Sequence[int] | None = None,
+        *,
+        recompute_exchange: bool | None = None,
+    ) -> ContextBatch:
+        """The plan of one batch of packed documents whose positions are spread over the R virtual ranks. Every process
+        passes the same; nothing is sent.
+
+        Args:
+            lengths: R chunk lengths, in virtual-rank order; they may be 0. None: even ones
+                (:meth:`balanced_lengths` evens out the work instead).
+            cu_seqlens: borders of the documents, ``[0, ..., sum(lengths)]``: ints or an integer tensor on the CPU
+                (:func:`shardsum.training.documents.cu_seqlens_from_position_ids`). None: one document.
+            causal: a query sees its own and earlier positions of its document only.
+            window: ``(left, right)``: how many positions to each side a query sees, -1 for no limit.
+            recompute_exchange: do not keep K and V of other chunks for backward but send them again. None: where they
+                are more than half of what a process holds itself. (Compiled code always sends them again.)
+
+        Raises:
+            ValueError: a negative length, or bad borders or a bad window.
+
+        Example:
+            >>> cp = ShardGroup(2).context_parallel([3, 2], [0, 4, 5])
+            >>> cp.split(torch.arange(5)), cp.positions
+            ([tensor([0, 1, 2]), tensor([3, 4])], [tensor([0, 1, 2]), tensor([3, 0])])
+            >>> y = cp.attention(*([torch.randn(n, 8, 64) for n in (3, 2)] for _ in range(3)))
+        """
+        try:
+            plan = SequencePlan(
+                self.owners, self.rank, self.device, lengths, cu_seqlens, causal, window, recompute_exchange
+            )
+        except ValueError as error:
+            raise self.refuse("context_parallel", error) from error
+        return ContextBatch(self, plan)
+
+    def balanced_lengths(
+        self,
+        cu_seqlens: Sequence[int] | Tensor,
+        *,
+        causal: bool = True,
+        window: Sequence[int] | None = None,
+        position_cost: float = POSITION_COST,
+    ) -> list[int]:
+        """R chunk lengths with which all processes have equal work in attention and the rest of a layer
+        (:func:`shardsum.training.context_balance.balanced_lengths`)."""
+        return balanced_lengths(self.owners, cu_seqlens, causal=causal, window=window, position_cost=position_cost)
 
     def replicas(self, module: M) -> Replicas[M]:
         """Per hosted virtual rank, ``module`` with parameters of its own gradient and shared storage

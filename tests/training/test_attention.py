@@ -211,14 +211,14 @@ def test_backward_collectives_match_with_empty_chunks_and_unused_outputs(
             assert grad is not None and bits.equal(grad, expected[r])
 
 
-def test_one_exchange_forward_and_every_output_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_exchanges_forward_and_every_output_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, borders = CASES["packed"]
     group, calls = ShardGroup(len(lengths)), []
     real = ShardGroup.exchange
     monkeypatch.setattr(ShardGroup, "exchange", lambda self, *a, **k: calls.append(a) or real(self, *a, **k))
     q, k, v, _ = (chunks(x, lengths, group.virtual_ranks) for x in make(lengths))
     outs = context_parallel_attention(q, k, v, group, lengths=lengths, cu_seqlens=borders)
-    assert len(calls) == 1 and all(o.grad_fn is not None for o in outs)
+    assert len(calls) == 2 and all(o.grad_fn is not None for o in outs)
     assert [tuple(o.shape) for o in outs] == [(n, 4, 16) for n in lengths]
     outs[1].sum().backward()  # the empty chunk's output reaches the exchange
     assert all(t.grad is not None for t in k)
@@ -237,7 +237,7 @@ def test_only_straddling_documents_travel() -> None:
     lengths = [20, 20, 20, 20]
     q, k, v, _ = (chunks(x, lengths, range(4)) for x in make(lengths))
     context_parallel_attention(q, k, v, group, lengths=lengths, cu_seqlens=torch.tensor([0, 15, 40, 80]))
-    assert seen == [([(0, 20), (20, 40), (40, 60), (60, 80)], [(0, 20), (15, 40), (40, 60), (40, 80)], 80)]
+    assert seen == [([(0, 20), (20, 40), (40, 60), (60, 80)], [(0, 20), (15, 40), (40, 60), (40, 80)], 80)] * 2  # k, v
 
 
 def _agreed_lengths(rank: int, world_size: int) -> torch.Tensor:

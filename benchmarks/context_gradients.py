@@ -1,7 +1,7 @@
-"""Context-parallel attention and the reduction of its dK and dV: shardsum against what users run, in one run.
+"""The reduction of dK and dV of context-parallel attention: shardsum against what users run, in one run.
 
-    torchrun --nproc-per-node=4 benchmarks/context_parallel.py                      # gloo, CPU
-    torchrun --nproc-per-node=2 benchmarks/context_parallel.py --device cuda        # NCCL, a GPU a process
+    torchrun --nproc-per-node=4 benchmarks/context_gradients.py                      # gloo, CPU
+    torchrun --nproc-per-node=2 benchmarks/context_gradients.py --device cuda        # NCCL, a GPU a process
 
 One sequence of S positions: a single causal document, or packed documents of mean length S/4 and S/16. Chunks are
 contiguous (R = G) or zigzag (R = 2G). Ways to bring the partial dK and dV of every chunk to those who hold the keys:

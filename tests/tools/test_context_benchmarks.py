@@ -1,4 +1,4 @@
-"""benchmarks/context_parallel.py: what docs/training.md says of bytes, and that every way runs and is verified."""
+"""benchmarks/context_gradients.py: what docs/training.md says of bytes, and that every way runs and is verified."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tests.processes import run_processes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import context_parallel
+import context_gradients
 from context_cases import Case, packed_borders, share_of_padded
 
 SIZE = 256
@@ -25,9 +25,9 @@ def test_bytes_of_the_adjoint_over_those_of_a_padded_reduce_scatter() -> None:
         assert fmean(share_of_padded(4096, 4096 // 16, 4, placement, range(100))) < 0.2
 
 
-def _measure(rank: int, world_size: int, mean: int, placement: str) -> list[context_parallel.Row]:
+def _measure(rank: int, world_size: int, mean: int, placement: str) -> list[context_gradients.Row]:
     case = Case(torch.device("cpu"), packed_borders(SIZE, mean), 2, 16, placement)
-    return context_parallel.measure(context_parallel.Meter(torch.device("cpu"), 1), case, "")[0]
+    return context_gradients.measure(context_gradients.Meter(torch.device("cpu"), 1), case, "")[0]
 
 
 @pytest.mark.parametrize(("mean", "placement"), [(SIZE, "zigzag"), (SIZE // 16, "contiguous")])

@@ -1,0 +1,190 @@
+"""The collective part of attention over chunks: K and V go to who needs them, partial dK and dV come back.
+
+Eager calls run :class:`_Attention`, compiled ones the registered operator ``shardsum::context_attention`` with the same
+two halves. The operator finds its batch by a number in a tensor on the CPU: neither the batch's lengths nor the number
+of its documents are values of the graph, so another batch compiles nothing anew.
+
+**Order of collectives.** All hosted chunks are one node of autograd, empty ones included. Its backward is one exchange
+(two where K and V are sent anew), so all processes run the same collectives in the same order. What the caller owes is
+a loss that depends, on every process, on at least one hosted output (an empty one's sum will do).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..local.registry import define
+from .context_kernels import backward, empty_results, forward
+
+if TYPE_CHECKING:
+    from .context import ContextBatch
+
+#: Batches by number. Entries go with their batches.
+batches: WeakValueDictionary[int, ContextBatch] = WeakValueDictionary()
+_numbers = itertools.count()
+
+#: Bytes of K on a process from which K and V travel apart: one message less is worth less than the copy that packs it.
+_APART_BYTES = 4 << 20
+
+
+def register(batch: ContextBatch) -> Tensor:
+    """The tensor by which compiled code knows the batch, while that lives."""
+    number = next(_numbers)
+    batches[number] = batch
+    return torch.tensor([number], dtype=torch.int64, device="cpu")
+
+
+def _batch_of(key: Tensor) -> ContextBatch:
+    batch = batches.get(int(key))
+    if batch is None:
+        raise RuntimeError("attention: its ContextBatch is gone; keep it until the backward pass has run")
+    return batch
+
+
+def exchange(batch: ContextBatch, shards: Sequence[Tensor], back: bool = False) -> list[Tensor]:
+    """Rows of every chunk to all that need them as keys; ``back``: the adjoint, a sum in rank order to their owners."""
+    owned, needed = batch.plan.owned, batch.plan.needed
+    sources, sinks = (needed, owned) if back else (owned, needed)
+    return batch.group.exchange(list(shards), sources, sinks, size=batch.size)
+
+
+def send(batch: ContextBatch, ks: Sequence[Tensor], vs: Sequence[Tensor], back: bool = False) -> list[list[Tensor]]:
+    """K and V, exchanged. The results may be halves of one tensor: kernels read them at a stride."""
+    row = ks[0].shape[1] * ks[0].shape[2] * ks[0].element_size()
+    if batch.group.world_size == 1 or batch.size * row >= _APART_BYTES * batch.group.world_size:
+        return [exchange(batch, ks, back), exchange(batch, vs, back)]
+    if ks[0].shape[2] != vs[0].shape[2]:
+        dims = [ks[0].shape[2], vs[0].shape[2]]
+        both = exchange(batch, [torch.cat(pair, -1) for pair in zip(ks, vs)], back)
+        return [list(half) for half in zip(*(x.split(dims, -1) for x in both))]
+    both = exchange(batch, list(map(_packed, ks, vs)), back)
+    return [list(half) for half in zip(*(x.unbind(1) for x in both))]
+
+
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    """``(rows, 2, heads, dim)``; a view where k and v are views of such a tensor, and need no gradient."""
+    apart = v.storage_offset() - k.storage_offset()
+    tracked = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    together = not tracked and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    if together and k.stride() == v.stride() and apart == k.shape[1] * k.shape[2] == k.stride(0) // 2:
+        return k.as_strided((k.shape[0], 2, *k.shape[1:]), (k.stride(0), apart, *k.stride()[1:]))
+    return torch.stack([k, v], 1)
+
+
+def _forward(
+    batch: ContextBatch, qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], scale: float | None
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """``(keys, values, outs, lses)`` per hosted chunk."""
+    keys, values = send(batch, ks, vs)
+    results = [forward(*inputs, scale) for inputs in zip(qs, keys, values, batch.chunks)]
+    outs, lses = map(list, zip(*results))
+    return keys, values, outs, lses
+
+
+def _backward(
+    batch: ContextBatch, grads: Sequence[Tensor], saved: Sequence[Tensor], scale: float | None, local: bool
+) -> list[Tensor]:
+    """Gradients of q, k and v. ``saved``: what :func:`_forward` took and gave; ``local``: K and V as it took them."""
+    qs, keys, values, outs, lses = _parts(saved, 5)
+    if local:
+        keys, values = send(batch, keys, values)
+    hosted = zip(grads, qs, keys, values, outs, lses, batch.chunks)
+    found = [backward(g, q, k, v, out, lse, chunk, scale) for g, q, k, v, out, lse, chunk in hosted]
+    dqs, dks, dvs = map(list, zip(*found))
+    return [*dqs, *itertools.chain(*send(batch, dks, dvs, back=True))]
+
+
+def _parts(xs: Sequence[Any], count: int) -> list[list[Any]]:
+    n = len(xs) // count
+    return [list(xs[i * n : (i + 1) * n]) for i in range(count)]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, batch: ContextBatch, scale: float | None, *tensors: Tensor) -> Any:  # type: ignore[override]
+        qs, ks, vs = _parts(tensors, 3)
+        keys, values, outs, lses = _forward(batch, qs, ks, vs, scale)
+        ctx.batch, ctx.scale = batch, scale
+        kept = (ks, vs) if batch.recompute_exchange else (keys, values)
+        ctx.save_for_backward(*qs, *kept[0], *kept[1], *outs, *lses)
+        ctx.mark_non_differentiable(*lses)
+        return (*outs, *lses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
+        batch = ctx.batch
+        cotangents = grads[: len(batch.chunks)]
+        found = _backward(batch, cotangents, ctx.saved_tensors, ctx.scale, batch.recompute_exchange)
+        return None, None, *found
+
+
+def attend(
+    batch: ContextBatch, qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], scale: float | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """``(outs, lses)`` per hosted chunk, with autograd."""
+    tensors = [*qs, *ks, *vs]
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        results = _operator.overload(tensors, batch.key, scale)
+    else:
+        results = _Attention.apply(batch, scale, *tensors)
+    outs, lses = _parts(results, 2)
+    return outs, lses
+
+
+# The registered operator
+
+
+def _run(tensors: list[Tensor], key: Tensor, scale: float | None) -> list[Tensor]:
+    batch = _batch_of(key)
+    qs, ks, vs = _parts(tensors, 3)
+    batch.check(qs, ks, vs, scale)
+    _, _, outs, lses = _forward(batch, qs, ks, vs, scale)
+    return [*outs, *lses]
+
+
+def _run_fake(tensors: list[Tensor], key: Tensor, scale: float | None) -> list[Tensor]:
+    qs, _, vs = _parts(tensors, 3)
+    results = [empty_results(q, v) for q, v in zip(qs, vs)]
+    return [x for half in zip(*results) for x in half]
+
+
+def _run_backward(grads: list[Tensor], saved: list[Tensor], key: Tensor, scale: float | None) -> list[Tensor]:
+    return [x.contiguous() for x in _backward(_batch_of(key), grads, saved, scale, local=True)]
+
+
+def _run_backward_fake(grads: list[Tensor], saved: list[Tensor], key: Tensor, scale: float | None) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for half in _parts(saved, 5)[:3] for x in half]
+
+
+_operator = define(
+    "context_attention(Tensor[] tensors, Tensor key, float? scale) -> Tensor[]",
+    _run,
+    _run_fake,
+)
+_adjoint = define(
+    "context_attention_backward(Tensor[] grads, Tensor[] saved, Tensor key, float? scale) -> Tensor[]",
+    _run_backward,
+    _run_backward_fake,
+)
+
+
+def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    tensors, key, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output, key)
+
+
+def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple:
+    *saved, key = ctx.saved_tensors
+    cotangents, _ = _parts(grads, 2)
+    return _adjoint.overload(cotangents, saved, key, ctx.scale), None, None
+
+
+_operator.differentiate(_setup, _differentiate)
