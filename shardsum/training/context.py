@@ -106,7 +106,7 @@ class ContextBatch:
             first, last = self._span((0, self.size), by)
             return self._shifted(x, x.narrow(dim, first, last - first), (0, self.size), by, ignore_index, dim)
         if (now := running(self.group)) is not None:
-            options = {"by": by, "ignore_index": ignore_index, "dim": dim, "whole": False}
+            options: dict[str, Any] = {"by": by, "ignore_index": ignore_index, "dim": dim, "whole": False}
             return now.meet("shift", self.shift, (x,), **options)
         single, xs = hosted_tensors("x", x, self.group.virtual_ranks)
         rows = [t.movedim(dim, 0).contiguous() for t in xs]
@@ -183,7 +183,7 @@ class ContextBatch:
         """
         now, ranks = running(self.group), self.group.virtual_ranks
         if now is not None:
-            options = {"scale": scale, "inner": inner, "return_lse": return_lse}
+            options: dict[str, Any] = {"scale": scale, "inner": inner, "return_lse": return_lse}
             return now.meet("attention", self.attention, (q, k, v), **options)
         try:
             single, qs = hosted_tensors("q", q, ranks)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardsum import ShardGroup
+from shardsum.core import bits
 from shardsum.training.context import ContextBatch
 from tests.processes import run_processes
 from tests.training.test_attention import chunks, make
@@ -127,3 +128,17 @@ def test_windows_against_the_definition(window: Any, causal: bool, value_dim: in
             ValueError, match=r"return_lse: .* head dims 16 and 12 run the kernel 'math', which has none"
         ):
             cp.attention(*parts, return_lse=True)
+
+
+def test_calls_of_a_batch_meet_in_a_lockstep() -> None:
+    pytest.importorskip("greenlet")
+    cp = batch()
+    q, k, v, _ = (chunks(x, LENGTHS, range(5)) for x in make(LENGTHS))
+    x = cp.split(torch.arange(S))
+
+    def of_one(r: int) -> tuple[torch.Tensor, ...]:
+        return cp.attention(q[r], k[r], v[r]), cp.shift(x[r], 1), cp.gather(x[r])
+
+    outs, shifts, whole = zip(*cp.group.lockstep([lambda r=r: of_one(r) for r in range(5)]))
+    for found, expected in ((outs, cp.attention(q, k, v)), (shifts, cp.shift(x, 1)), (whole, [torch.arange(S)] * 5)):
+        assert all(map(bits.equal, found, expected))
