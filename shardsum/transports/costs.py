@@ -1,8 +1,11 @@
-"""Which transport ``auto`` takes: a cost model with four constants a device type, from values every process shares.
+"""Which transport ``auto`` takes: a cost model with a few constants a device type, from values every process shares.
 
-    time = collectives x latency + bytes on the busiest process's wire / bandwidth + bytes read by the sum / memory
+    time = collectives x latency + bytes on the busiest link / its bandwidth + bytes read by the sum / memory
 
-Where two transports take the same time, the one that moves fewer bytes in all wins.
+There are two kinds of links: those inside a domain (a host) and those between domains. Of the latter a process has its
+share, and all processes of a domain together may have less than the sum (one network card for all). Without constants
+of links between domains those inside hold for all. Where two transports take the same time, the one that moves fewer
+bytes in all wins.
 
 The table below is the only place with such numbers. ``shardsum bench --calibrate FILE`` measures them and writes a JSON
 file; pass it as ``ShardGroup(costs=...)`` or name it in ``SHARDSUM_COSTS``, on every process the same.
@@ -12,22 +15,96 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
+class Load:
+    """Bytes of a call by process: sent and received inside its domain and between domains; and by domain."""
+
+    inside_out: tuple[int, ...]
+    inside_in: tuple[int, ...]
+    between_out: tuple[int, ...]
+    between_in: tuple[int, ...]
+    domain_out: tuple[int, ...]
+    domain_in: tuple[int, ...]
+
+    @staticmethod
+    def of(transfers: Iterable[tuple[int, int, int]], domains: Sequence[int]) -> Load:
+        """The sum of transfers (sender, receiver, bytes). What a process gives itself does not count."""
+        world, count = len(domains), max(domains) + 1
+        inside, between, domain = ([[0] * n, [0] * n] for n in (world, world, count))
+        for a, b, n in transfers:
+            if a == b:
+                continue
+            if domains[a] == domains[b]:
+                inside[0][a] += n
+                inside[1][b] += n
+            else:
+                between[0][a] += n
+                between[1][b] += n
+                domain[0][domains[a]] += n
+                domain[1][domains[b]] += n
+        return Load(*(tuple(row) for table in (inside, between, domain) for row in table))
+
+    @property
+    def egress(self) -> tuple[int, ...]:
+        return tuple(a + b for a, b in zip(self.inside_out, self.between_out))
+
+    @property
+    def ingress(self) -> tuple[int, ...]:
+        return tuple(a + b for a, b in zip(self.inside_in, self.between_in))
+
+    @property
+    def inside(self) -> int:
+        """All bytes that travel inside domains."""
+        return sum(self.inside_out)
+
+    @property
+    def between(self) -> int:
+        """All bytes that travel between domains."""
+        return sum(self.between_out)
+
+
+@dataclass(frozen=True)
 class Costs:
-    """Latency of one collective in microseconds; bandwidths in GB/s (1e9 bytes)."""
+    """Latency of one collective or step in microseconds; bandwidths in GB/s (1e9 bytes), each way.
+
+    ``between_gbps`` is what one process alone gets to other domains, ``domain_gbps`` what all of a domain get together.
+    None: as inside, and no common limit.
+    """
 
     latency_us: float
     wire_gbps: float
     memory_gbps: float
+    between_latency_us: float | None = None
+    between_gbps: float | None = None
+    domain_gbps: float | None = None
 
     def microseconds(self, collectives: int, wire_bytes: int, memory_bytes: int) -> float:
-        """The model's time for so many collectives and so many bytes on the busiest process."""
+        """The model's time for so many collectives and so many bytes on the busiest process, all inside a domain."""
         return self.latency_us * collectives + wire_bytes / self.wire_gbps / 1e3 + memory_bytes / self.memory_gbps / 1e3
+
+    def latency(self, load: Load) -> float:
+        """Of one step of such a call."""
+        return self.latency_us if self.between_latency_us is None or not load.between else self.between_latency_us
+
+    def inside_us(self, load: Load) -> float:
+        """How long the busiest process's transfers inside its domain take."""
+        return max(*load.inside_out, *load.inside_in, 0) / self.wire_gbps / 1e3
+
+    def between_us(self, load: Load) -> float:
+        """How long transfers between domains take, by the busiest process or the busiest domain."""
+        own = max(*load.between_out, *load.between_in, 0) / (self.between_gbps or self.wire_gbps) / 1e3
+        shared = max(*load.domain_out, *load.domain_in, 0) / self.domain_gbps / 1e3 if self.domain_gbps else 0.0
+        return max(own, shared)
+
+    def flat_us(self, collectives: int, load: Load, memory_bytes: int) -> float:
+        """The model's time for collectives that move ``load`` and a sum that reads ``memory_bytes``."""
+        wire = max(self.inside_us(load), self.between_us(load))
+        return self.latency(load) * collectives + wire + memory_bytes / self.memory_gbps / 1e3
 
 
 #: cpu: gloo over loopback, four processes on two cores. cuda: NCCL 2.28, two H200 (NV18).
