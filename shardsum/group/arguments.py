@@ -1,12 +1,8 @@
-"""From what a user passes to a collective to what the engine runs: checked arguments as intervals and shards.
-
-A request holds only plain values; its ``signature`` is what all processes must pass alike and enters the agreement.
-"""
+"""Checks of what users pass to a collective: a ValueError names the argument, the virtual rank and both values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,41 +22,24 @@ from ..core.checks import (
 )
 from ..core.layout import Interval, split_evenly
 from ..core.numerics import check_op, resolve_out_dtype
-from .executor import Reduce
+from .terms import Reduce, Terms
 
 Shards = Tensor | Sequence[Tensor]
 
 
-@dataclass
-class Request:
-    """One collective call. ``sources`` is None for padded shards with device lengths (``shards[0]`` is padded then)."""
-
-    name: str
-    shards: list[Tensor]
-    sources: tuple[Interval, ...] | None
-    sinks: tuple[Interval, ...]
-    kinds: str
-    reduce: Reduce
-    grad: str
-    signature: dict[str, Any]
-    size: int = 0  # the end of all positions
-    device_lengths: Tensor | None = None
-    out: Tensor | None = None
-    out_rows: Sequence[int] = ()  # rows of every process's out, -1 without one, where they came with the lengths
-
-    @property
-    def needs_grad(self) -> bool:
-        return needs_grad(self.shards)
-
-
-def hosted_shards(shards: Shards, hosted: Sequence[int], device: torch.device | None) -> list[Tensor]:
+def hosted_shards(
+    shards: Shards, hosted: Sequence[int], device: torch.device | None, row_dims: int | None = None
+) -> list[Tensor]:
     """One tensor per hosted virtual rank, from any accepted form; ValueError when they do not fit together.
 
-    ``device`` is the group's; None accepts any (a lone process).
+    Args:
+        device: the group's; None accepts any (a lone process).
+        row_dims: the number of trailing dimensions, where it is known. It tells one shard ``(n, *F)`` from a stacked
+            tensor ``(1, S_MAX, *F)``.
     """
     k = len(hosted)
     if isinstance(shards, Tensor):
-        if k == 1:
+        if k == 1 and (row_dims is None or shards.dim() != row_dims + 2 or shards.shape[0] != 1):
             shards = [shards]
         elif shards.dim() < 2 or shards.shape[0] != k:
             raise ValueError(
@@ -77,19 +56,24 @@ def hosted_shards(shards: Shards, hosted: Sequence[int], device: torch.device | 
     return shards
 
 
-def describe_rows(shards: Sequence[Tensor]) -> dict[str, Any]:
-    """The part of a signature that shards determine: never a local length."""
-    return {"dtype": str(shards[0].dtype), "trailing shape": list(shards[0].shape[1:])}
-
-
-def describe_reduce(reduce: Reduce) -> dict[str, Any]:
-    """The part of a signature that says what is computed. A scale as text: NaN equals NaN, 0.0 differs from -0.0."""
-    scale = None if reduce.scale is None else repr(reduce.scale)
-    return {"op": reduce.op, "scale": scale, "out_dtype": str(reduce.dtype)}
-
-
 def check_reduce(op: str, scale: float | None, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Reduce:
     return Reduce(op, check_op(op, scale, dtype), resolve_out_dtype(dtype, out_dtype))
+
+
+def check_rows(terms: Terms, ranks: Sequence[int], shards: Sequence[Tensor], lengths: Sequence[int]) -> None:
+    """Raise ValueError unless the shards have the dtype, the trailing shape and at least the rows of a plan."""
+    for r, shard, n in zip(ranks, shards, lengths):
+        if shard.dtype != terms.dtype:
+            raise ValueError(f"shards: virtual rank {r} has dtype {shard.dtype}, the plan was made for {terms.dtype}")
+        if tuple(shard.shape[1:]) != tuple(terms.row_shape):
+            raise ValueError(
+                f"shards: virtual rank {r} has trailing shape {tuple(shard.shape[1:])}, the plan was made for "
+                f"{tuple(terms.row_shape)}"
+            )
+        if terms.device_lengths and shard.shape[0] != n:
+            raise ValueError(f"shards: virtual rank {r} is padded to {shard.shape[0]} rows, the plan was made for {n}")
+        if shard.shape[0] < n:
+            raise ValueError(f"lengths: virtual rank {r} has {n}, but its shard holds {shard.shape[0]} rows")
 
 
 def check_grad(grad: str) -> str:
@@ -114,6 +98,20 @@ def classify_lengths(
     if lengths.device != device:
         raise ValueError(f"lengths: on {lengths.device}, but the shards are on {device}")
     return "device", check_index_tensor("lengths", lengths, len(hosted)).to(torch.int64)
+
+
+def check_device_lengths(lengths: Tensor, shards: Sequence[Tensor]) -> Tensor:
+    """Lengths of the hosted ranks as an int64 tensor on the shards' device; on the CPU their values are checked."""
+    if not isinstance(lengths, Tensor):
+        raise ValueError(f"lengths: expected an integer Tensor ({len(shards)},), got {lengths!r}")
+    if lengths.device != shards[0].device:
+        raise ValueError(f"lengths: on {lengths.device}, but the shards are on {shards[0].device}")
+    checked = check_index_tensor("lengths", lengths, len(shards)).to(torch.int64)
+    if checked.is_cpu and not torch.compiler.is_compiling():
+        for i, n in enumerate(checked.tolist()):
+            if not 0 <= n <= shards[i].shape[0]:
+                raise ValueError(f"lengths: hosted shard {i} has {n}, expected 0 to its {shards[i].shape[0]} rows")
+    return checked
 
 
 def check_lengths(lengths: Sequence[int], shards: Sequence[Tensor], hosted: Sequence[int], size: int | None) -> None:
@@ -162,20 +160,24 @@ def check_splits(splits: Sequence[int] | None, count: int, size: int) -> list[in
     return checked
 
 
-def narrow(shards: Sequence[Tensor], lengths: Sequence[int], hosted: Sequence[int]) -> list[Tensor]:
-    """The valid rows of each hosted shard."""
-    return [s if s.shape[0] == lengths[r] else s[: lengths[r]] for r, s in zip(hosted, shards)]
+def check_outs(out: Any, count: int, replicated: bool) -> list[Tensor]:
+    """``out`` as a list with one Tensor a result."""
+    outs = [out] if isinstance(out, Tensor) else out
+    if not isinstance(outs, (list, tuple)) or len(outs) != count or (replicated and outs is out):
+        what = "a Tensor" if replicated else f"a list of {count} Tensors, one a hosted virtual rank"
+        raise ValueError(f"out: expected {what}, got {describe(out)}")
+    return list(outs)
 
 
-def check_out(out: Tensor | None, shards: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Raise ValueError unless ``out`` can receive a result of these shards and this dtype, of any number of rows."""
-    if out is None:
-        return
+def check_out(out: Tensor, shards: Sequence[Tensor], dtype: torch.dtype, rows: int | None) -> None:
+    """Raise ValueError unless ``out`` can receive a result of these shards, of this dtype and number of rows."""
     if not is_strided(out):
         raise ValueError(f"out: expected a Tensor, got {describe(out)}")
     if out.dim() == 0 or out.shape[1:] != shards[0].shape[1:] or out.dtype != dtype:
         result = f"{dtype} {('size', *shards[0].shape[1:])}"
         raise ValueError(f"out: {describe(out)}, but the result is {result}")
+    if rows is not None and out.shape[0] != rows:
+        raise ValueError(f"out: {out.shape[0]} rows, but the result has {rows}")
     if out.device != shards[0].device:
         raise ValueError(f"out: on {out.device}, but the shards are on {shards[0].device}")
     if torch.compiler.is_compiling():  # the result is copied there, with its gradient
@@ -214,3 +216,10 @@ def into(result: Tensor, out: Tensor | None) -> Tensor:
         return out.copy_(result)
     torch._C._increment_version((out,))  # autograd must notice when it has saved the values that a kernel overwrote
     return out
+
+
+def check_label(name: object) -> str | None:
+    """The user's name of a call, which all processes must pass alike."""
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"name: expected a str, got {name!r}")
+    return name

@@ -1,64 +1,26 @@
-"""Runs an exchange: picks the transport, cuts large messages into chunks, sums or copies the rows each sink receives.
+"""Runs exchanges between the processes of a group. What can be decided once is decided in :meth:`Executor.prepare`.
 
-One-shot: every sink's process gets the rows it needs and reduces them itself. Two-shot, for a result that every
-process wants (all_reduce over all_to_all): process p reduces the p-th part of each chunk, then one all_gather shares
-the reduced parts. Both add the same rows in the same order with the same kernel, so their bits are equal.
-While a chunk is summed, the next one travels.
+A prepared exchange takes the hosted shards and fills one result a hosted sink. There is one class for each way that
+rows travel: :class:`OneShot` (every transport that yields rows), :class:`TwoShot` (a sum that every process wants, over
+all_to_all), :class:`OverPeers` (one launch that moves and sums). All add the same rows in the same order with the same
+kernels, so their bits are equal. While a chunk is summed, the next one travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ..core.layout import ExchangePlan, Interval, length
+from ..core.layout import ExchangePlan, length
 from ..local import kernels
 from ..local.ops import readable
 from ..native import loader as native
 from ..transports import TRANSPORTS, Rows, Stamp, Wire, stamp
-from ..transports.costs import Costs
 from ..transports.peer.peers import Peers
-
-#: Bytes of one chunk on the busiest process; a smaller message travels whole.
-CHUNK_BYTES = 32 << 20
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """What happens to the rows of a sink. ``op`` "copy" moves bits (disjoint sources); "sum" and "mean" add."""
-
-    op: str
-    scale: float | None
-    dtype: torch.dtype
-
-    @property
-    def empty(self) -> float:
-        """The sum of nothing: +0.0, multiplied like any other (a negative scale makes it -0.0)."""
-        return 0.0 if self.scale is None else 0.0 * self.scale
-
-
-@dataclass(frozen=True)
-class Route:
-    """How one exchange travels: a prediction that every process computes alike. Bytes by process."""
-
-    transport: str
-    two_shot: bool
-    chunks: int
-    egress: tuple[int, ...]
-    ingress: tuple[int, ...]
-    reason: str
-
-    @property
-    def busiest(self) -> int:
-        return max(*self.egress, *self.ingress)
-
-
-LOCAL_ROUTE = Route("local", False, 1, (0,), (0,), "one process: the shards are summed where they lie")
+from .routes import Route, Router, rows_per_chunk, two_shot_chunks
+from .terms import Reduce, Terms
 
 
 class Job:
@@ -94,136 +56,151 @@ class Job:
         return self._outs
 
 
-class Engine:
-    """Executes exchanges between the processes of a group.
+class Executor:
+    """The exchanges of one group on this process.
 
     Args:
         owners: the process of every virtual rank.
         rank: this process.
         wire: how bytes travel; None for a lone process.
-        transport: "auto" or the name of one.
-        costs: constants of the "auto" choice by device type.
-        peers: the peer transport, where processes could map each other's memory; "auto" takes it whenever it can.
+        router: chooses how.
+        peers: the peer transport, where processes can map each other's memory.
+
+    Attributes:
+        last: the route of the last exchange.
+        call_number: gives the number of the call that an exchange belongs to.
     """
 
     def __init__(
-        self,
-        owners: Sequence[int],
-        rank: int,
-        wire: Wire | None,
-        transport: str,
-        costs: Mapping[str, Costs],
-        peers: Peers | None = None,
+        self, owners: Sequence[int], rank: int, wire: Wire | None, router: Router, peers: Peers | None = None
     ) -> None:
-        self.owners, self.rank, self.wire = tuple(owners), rank, wire
-        self.world_size = 1 if wire is None else wire.world_size
-        self.transport, self.costs = transport, costs
+        self.owners, self.rank, self.wire, self.router = tuple(owners), rank, wire, router
+        self.world_size = router.world_size
+        self.virtual_ranks = tuple(v for v, owner in enumerate(self.owners) if owner == rank)
         self.peers = peers if peers is not None and peers.reason is None else None
-        self.no_peers = "" if peers is None or peers.reason is None else f"; peer memory cannot be used: {peers.reason}"
         self.last: Route | None = None
-        self.call: Callable[[], int] = lambda: 0  # the number of the call that an exchange belongs to
-        self.plan = lru_cache(maxsize=256)(self._plan)
-        self.route = lru_cache(maxsize=256)(self._route)
-        self.two_shot_chunks = lru_cache(maxsize=64)(self._two_shot_chunks)
-        self.stamp = lru_cache(maxsize=256)(self._stamp)
+        self.call_number: Callable[[], int] = lambda: 0
 
-    def _plan(self, sources: tuple[Interval, ...], sinks: tuple[Interval, ...], kinds: str) -> ExchangePlan:
-        """``kinds``: "v" virtual rank or "p" process, of sources and of sinks (all_reduce is "vp")."""
+    def layout(self, terms: Terms) -> ExchangePlan:
+        """Who holds and who wants what, with owners."""
         owners = {"v": self.owners, "p": tuple(range(self.world_size))}
-        return ExchangePlan(sources, owners[kinds[0]], sinks, owners[kinds[1]], self.world_size)
+        return ExchangePlan(terms.sources, owners[terms.kinds[0]], terms.sinks, owners[terms.kinds[1]], self.world_size)
 
-    def start(
-        self, name: str, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, out: Tensor | None = None
-    ) -> Job:
-        """Begin an exchange of contiguous shards ``(|I_r|, *F)``; results are one tensor per hosted sink.
-
-        ``name`` is the collective. ``out`` may be written in place of a new tensor where there is one sink, where it is
-        contiguous, without lazy signs (the result says whether it was).
-        """
+    def prepare(self, terms: Terms, device_type: str) -> Prepared:
+        """Decide how such an exchange runs. Not collective; all processes decide alike."""
         native.load()
-        first = shards[0]
-        trailing = first.shape[1:]
-        route = self.route(plan, trailing.numel(), first.dtype, reduce, first.device.type)
-        self.begin(route)
-        if self.wire is not None and route.transport != "peer":
-            self.wire.begin(self.stamp(name, plan, tuple(trailing), first.dtype, reduce, route), self.call())
-        if route.two_shot and route.transport != "peer":
-            rows = self._rows_per_chunk(plan, route.chunks)
-            buffer = first.new_empty((rows * route.chunks, *trailing), dtype=reduce.dtype)
-            outs = [buffer[: length(plan.sinks[0])]]
-            return Job(outs, self._two_shot(plan, shards, reduce, buffer, route.chunks), True, self.wire)
-        if out is not None and out.is_contiguous() and not (out.is_neg() or out.is_conj()):
-            outs = [out]
-        else:
-            outs = [first.new_empty((length(plan.sinks[q]), *trailing), dtype=reduce.dtype) for q in self._hosted(plan)]
+        plan = self.layout(terms)
+        route = self.router.route(plan, torch.Size(terms.row_shape).numel(), terms.dtype, terms.reduce, device_type)
         if route.transport == "peer":
-            self._by_peers(plan, shards, reduce, outs)
-            return Job(outs, iter(()))
-        return Job(outs, self._one_shot(plan, shards, reduce, outs, route), route.chunks > 1, self.wire)
+            return OverPeers(self, terms, plan, route)
+        return (TwoShot if route.two_shot else OneShot)(self, terms, plan, route)
 
-    def _by_peers(
-        self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, outs: list[Tensor], *lengths: Tensor
-    ) -> None:
-        assert self.peers is not None
-        if shards[0].shape[1:].numel() and any(length(i) for i in plan.sinks):
-            self.peers.exchange(plan, shards, outs, reduce.op, reduce.scale, *lengths)
-
-    def padded_by_peers(self, plan: ExchangePlan, x: Tensor, lengths: Tensor, reduce: Reduce) -> list[Tensor]:
-        """Sums of padded shards ``(k, S_MAX, *F)`` with lengths on the device, then all R lengths.
-
-        Lengths ride with the peers' flags. All of them are needed, and gathered, for the divisor of a mean's gradient
-        only; else they are 0.
-        """
-        assert self.peers is not None
-        native.load()
-        self.begin(self._peer_route(plan, x.shape[2:].numel(), x.dtype, reduce))
-        outs = [x.new_empty((length(plan.sinks[q]), *x.shape[2:]), dtype=reduce.dtype) for q in self._hosted(plan)]
-        self._by_peers(plan, list(x.contiguous().unbind(0)), reduce, outs, lengths)
-        if reduce.op == "mean":
-            return [*outs, self.peers.gather_lengths(plan, lengths)]
-        return [*outs, lengths.new_zeros(len(self.owners))]
-
-    def begin(self, route: Route) -> None:
-        """Note the route of a new call and count its bytes from 0. All transfers of earlier calls start before it."""
+    def begin(self, route: Route, stamp: Stamp | None) -> None:
+        """Note the route of a new call, count its bytes from 0, and stamp its transfers."""
         self.last = route
         if self.wire is not None:
-            self.wire.close()
             self.wire.traffic.sent = self.wire.traffic.received = 0
+            if stamp is not None:
+                self.wire.begin(stamp, self.call_number())
 
-    def _hosted(self, plan: ExchangePlan) -> list[int]:
-        return plan.hosted_sinks(self.rank)
 
-    def _one_shot(
-        self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, outs: list[Tensor], route: Route
-    ) -> Iterator[None]:
-        transport, n = TRANSPORTS[route.transport], route.chunks
-        cuts = [plan.cut(i / n, (i + 1) / n) for i in range(n)] if n > 1 else [plan]
-        pending = transport.start(cuts[0], shards, self.rank, self.wire)
+class Prepared:
+    """One exchange with everything decided that does not depend on the tensors of a call.
+
+    Attributes:
+        route: how it travels.
+        bounds: ``(begin, length)`` of every hosted source.
+        shapes: of every hosted sink's result.
+    """
+
+    def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route) -> None:
+        self.route, self._executor, self._plan, self._reduce = route, executor, plan, terms.reduce
+        rank = executor.rank
+        self._sinks = plan.hosted_sinks(rank)
+        self.bounds = [(plan.sources[r][0], length(plan.sources[r])) for r in plan.hosted_sources(rank)]
+        self.shapes = [(length(plan.sinks[q]), *terms.row_shape) for q in self._sinks]
+        self._stamp = stamp_of(terms, plan, route)
+
+    def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
+        """Begin the exchange of contiguous shards ``(|I_r|, *F)``.
+
+        ``outs``, contiguous and without lazy signs, may be filled in place of new tensors: the result says whether
+        they were.
+        """
+        raise NotImplementedError
+
+    def _results(self, first: Tensor, outs: Sequence[Tensor] | None) -> list[Tensor]:
+        if outs is not None:
+            return list(outs)
+        return [first.new_empty(shape, dtype=self._reduce.dtype) for shape in self.shapes]
+
+
+def stamp_of(terms: Terms, plan: ExchangePlan, route: Route) -> Stamp | None:
+    """What an exchange is: all that determines what travels and what is made of it. None where nothing is stamped."""
+    if route.transport in ("local", "peer"):
+        return None
+    said = {**terms.signature(), "sources": terms.sources, "sinks": terms.sinks}
+    owners = [plan.source_owners, plan.sink_owners]
+    return stamp(terms.name, {**said, "owners": owners, "route": [route.transport, route.two_shot, route.chunks]})
+
+
+class OneShot(Prepared):
+    """Every process gets the rows that its sinks need and reduces them."""
+
+    def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route) -> None:
+        super().__init__(executor, terms, plan, route)
+        n = route.chunks
+        self._cuts = [plan.cut(i / n, (i + 1) / n) for i in range(n)] if n > 1 else [plan]
+        self._transport = TRANSPORTS[route.transport]
+
+    def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
+        self._executor.begin(self.route, self._stamp)
+        results = self._results(shards[0], outs)
+        return Job(results, self._steps(shards, results), len(self._cuts) > 1, self._executor.wire)
+
+    def _steps(self, shards: Sequence[Tensor], outs: list[Tensor]) -> Iterator[None]:
+        rank, wire, plan = self._executor.rank, self._executor.wire, self._plan
+        pending = self._transport.start(self._cuts[0], shards, rank, wire)
         yield
-        for i, cut in enumerate(cuts):
-            ahead = transport.start(cuts[i + 1], shards, self.rank, self.wire) if i + 1 < n else None
-            for q, out, rows in zip(self._hosted(plan), outs, pending.wait(self.wire)):
+        for cut, following in zip(self._cuts, [*self._cuts[1:], None]):
+            ahead = None if following is None else self._transport.start(following, shards, rank, wire)
+            for q, out, rows in zip(self._sinks, outs, pending.wait(wire)):
                 begin, end = (position - plan.sinks[q][0] for position in cut.sinks[q])
-                fill(out if n == 1 else out[begin:end], rows, reduce)
+                fill(out if len(self._cuts) == 1 else out[begin:end], rows, self._reduce)
             if ahead is not None:
                 pending = ahead
 
-    def _two_shot(
-        self, plan: ExchangePlan, shards: Sequence[Tensor], reduce: Reduce, buffer: Tensor, chunks: int
-    ) -> Iterator[None]:
-        transport, wire = TRANSPORTS["all_to_all"], self.wire
+
+class TwoShot(Prepared):
+    """Process p reduces the p-th part of every chunk, then one all_gather shares the reduced parts."""
+
+    def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route) -> None:
+        super().__init__(executor, terms, plan, route)
+        self._cuts = two_shot_chunks(plan, route.chunks)
+        self._chunk_rows = rows_per_chunk(plan, route.chunks)
+
+    def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
+        self._executor.begin(self.route, self._stamp)
+        (shape,) = self.shapes
+        padded = (self._chunk_rows * len(self._cuts), *shape[1:])
+        buffer = (
+            outs[0] if outs is not None and padded == shape else shards[0].new_empty(padded, dtype=self._reduce.dtype)
+        )
+        return Job([buffer[: shape[0]] if buffer.shape != shape else buffer], self._steps(shards, buffer), True,
+                   self._executor.wire)  # fmt: skip
+
+    def _steps(self, shards: Sequence[Tensor], buffer: Tensor) -> Iterator[None]:
+        transport, wire, rank = TRANSPORTS["all_to_all"], self._executor.wire, self._executor.rank
         assert wire is not None
-        cuts, rows_per_chunk = self.two_shot_chunks(plan, chunks), buffer.shape[0] // chunks
-        part = rows_per_chunk // self.world_size
-        pending = transport.start(cuts[0], shards, self.rank, wire)
+        rows_per_process = self._chunk_rows // self._executor.world_size
+        pending = transport.start(self._cuts[0], shards, rank, wire)
         yield
         gathers = []
-        for i, cut in enumerate(cuts):
-            ahead = transport.start(cuts[i + 1], shards, self.rank, wire) if i + 1 < len(cuts) else None
-            chunk = buffer[i * rows_per_chunk : (i + 1) * rows_per_chunk]
-            mine = chunk[self.rank * part : (self.rank + 1) * part]
+        for cut, following, chunk in zip(self._cuts, [*self._cuts[1:], None], buffer.split(self._chunk_rows)):
+            ahead = None if following is None else transport.start(following, shards, rank, wire)
+            mine = chunk[rank * rows_per_process : (rank + 1) * rows_per_process]
             (rows,) = pending.wait(wire)
-            fill(mine[: length(cut.sinks[self.rank])], rows, reduce)
+            fill(mine[: length(cut.sinks[rank])], rows, self._reduce)
             if chunk.numel():
                 gathers.append(wire.all_gather(chunk, mine))
             if ahead is not None:
@@ -231,79 +208,21 @@ class Engine:
         for work in gathers:
             wire.wait(work, buffer.device)
 
-    def _two_shot_chunks(self, plan: ExchangePlan, chunks: int) -> list[ExchangePlan]:
-        """One plan a chunk, whose p-th sink is the part of process p. They keep the segments that they work out."""
-        lo, hi = plan.sinks[0]
-        rows = self._rows_per_chunk(plan, chunks)
-        cuts = []
-        for begin in range(lo, lo + rows * chunks, rows):
-            bounds = [min(begin + rows // self.world_size * p, hi) for p in range(self.world_size + 1)]
-            cuts.append(replace(plan, sinks=tuple(pairwise(bounds))))
-        return cuts
 
-    def _rows_per_chunk(self, plan: ExchangePlan, chunks: int) -> int:
-        """Rows of a two-shot chunk: a multiple of the process count."""
-        per_process = -(-length(plan.sinks[0]) // (chunks * self.world_size))
-        return per_process * self.world_size
+class OverPeers(Prepared):
+    """One launch moves and sums. The transport is set up at the first call, which is collective."""
 
-    def _stamp(
-        self, name: str, plan: ExchangePlan, trailing: tuple[int, ...], dtype: torch.dtype, reduce: Reduce, route: Route
-    ) -> Stamp:
-        """What an exchange is: all that determines what travels and what is made of it."""
-        said = {"dtype": str(dtype), "trailing shape": trailing, "op": reduce.op, "scale": repr(reduce.scale)}
-        said |= {"out_dtype": str(reduce.dtype), "sources": plan.sources, "sinks": plan.sinks}
-        exact = {**said, "kinds": [plan.source_owners, plan.sink_owners], "route": [route.transport, route.chunks]}
-        return stamp(name, exact, ", ".join(f"{key}={value}" for key, value in said.items()))
+    def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route) -> None:
+        super().__init__(executor, terms, plan, route)
+        self._is_empty = not torch.Size(terms.row_shape).numel() or not any(length(i) for i in plan.sinks)
 
-    # Choosing and predicting
-
-    def _route(self, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce, device_type: str) -> Route:
-        """The route of an exchange with ``width`` elements a position, from values that all processes share."""
-        if self.world_size == 1:
-            return LOCAL_ROUTE
-        if self.peers is not None and self.transport in ("auto", "peer"):
-            return self._peer_route(plan, width, dtype, reduce)
-        candidates = {name: self._predict(name, plan, width, dtype, reduce) for name in ("gather", "all_to_all")}
-        if self.transport != "auto":
-            return candidates[self.transport]
-        costs = self.costs.get(device_type) or self.costs["cuda"]
-        times = {name: self._microseconds(costs, plan, route, width, dtype) for name, route in candidates.items()}
-        best = min(times, key=lambda name: (times[name], sum(candidates[name].egress)))
-        reason = ", ".join(f"{name} {t:.0f} us" for name, t in times.items())
-        chosen = candidates[best]
-        return Route(
-            best, chosen.two_shot, chosen.chunks, chosen.egress, chosen.ingress, f"predicted {reason}{self.no_peers}"
-        )
-
-    def _peer_route(self, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce) -> Route:
-        assert self.peers is not None
-        sizes = (width, dtype.itemsize, reduce.dtype.itemsize)
-        two_shot, egress, ingress = self.peers.predict(plan, *sizes, reduce.op == "copy")
-        return Route("peer", two_shot, 1, egress, ingress, "one launch over memory that the GPUs map from each other")
-
-    def _predict(self, name: str, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce) -> Route:
-        transport = TRANSPORTS[name]
-        in_bytes, out_bytes = width * dtype.itemsize, width * reduce.dtype.itemsize
-        everywhere = len(set(plan.sinks)) == 1 and plan.sink_owners == tuple(range(self.world_size))
-        replicated = reduce.op != "copy" and everywhere and length(plan.sinks[0]) > 0
-        reason = f'transport="{name}" was asked for'
-        if not (name == "all_to_all" and replicated):
-            egress = tuple(n * in_bytes for n in transport.egress(plan))
-            ingress = tuple(n * in_bytes for n in transport.ingress(plan))
-            chunks = 1 if name == "gather" else max(1, -(-max(*egress, *ingress) // CHUNK_BYTES))
-            return Route(name, False, chunks, egress, ingress, reason)
-        chunks = max(1, -(-length(plan.sinks[0]) * in_bytes // CHUNK_BYTES))
-        part = self._rows_per_chunk(plan, chunks) // self.world_size
-        cuts = self.two_shot_chunks(plan, chunks)
-        shared = part * chunks * (self.world_size - 1) * out_bytes
-        egress = tuple(sum(c.egress(p) for c in cuts) * in_bytes + shared for p in range(self.world_size))
-        ingress = tuple(sum(c.ingress(p) for c in cuts) * in_bytes + shared for p in range(self.world_size))
-        return Route(name, True, chunks, egress, ingress, reason)
-
-    def _microseconds(self, costs: Costs, plan: ExchangePlan, route: Route, width: int, dtype: torch.dtype) -> float:
-        read = sum(length(i) for i in plan.sources) * width * dtype.itemsize
-        collectives = route.chunks * (2 if route.two_shot else 1)
-        return costs.microseconds(collectives, route.busiest, read // self.world_size if route.two_shot else read)
+    def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
+        self._executor.begin(self.route, self._stamp)
+        results, peers = self._results(shards[0], outs), self._executor.peers
+        assert peers is not None
+        if not self._is_empty:
+            peers.exchange(self._plan, shards, results, self._reduce.op, self._reduce.scale)
+        return Job(results, iter(()))
 
 
 def fill(out: Tensor, rows: Rows, reduce: Reduce) -> None:

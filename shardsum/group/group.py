@@ -33,39 +33,25 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.checks import as_ints, check_size, needs_grad
-from ..core.layout import Interval, intervals_of, owners_of
+from ..core.layout import Interval, owners_of
 from ..transports import costs as cost_tables
 from ..transports.peer.peers import Peers
 from . import membership
 from .agreement import Agreement
-from .arguments import (
-    Request,
-    Shards,
-    check_grad,
-    check_intervals,
-    check_lengths,
-    check_out,
-    check_reduce,
-    check_scalars,
-    check_splits,
-    describe_reduce,
-    describe_rows,
-    into,
-    narrow,
-)
-from .calls import Runner
-from .executor import Engine, Reduce
-from .reports import Explanation, Stats, explain
-
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+from .arguments import Shards, check_scalars
+from .calls import call
+from .collectives import Options
+from .executor import Executor
+from .explain import Explanation, Stats
+from .plan import Plan
+from .planner import Planner
+from .routes import Router
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -130,10 +116,12 @@ class CollectiveGroup:
         self._agreement.connect(max(map(self.owners.count, range(self.world_size))) + 1)
         wire = self._agreement.wire(pg, self.device)
         peers = self._find_peers(transport, limit) if wire is not None else None
-        self.engine = Engine(self.owners, self.rank, wire, transport, table, peers)
-        self._runner = Runner(self.engine, self._agreement, self.device)
+        self._peers = peers
+        router = Router(self.world_size, transport, table, peers)
+        self._planner = Planner(Executor(self.owners, self.rank, wire, router, peers), self._agreement, self.device)
+        self.transport, self.wire = transport, wire
         #: The virtual ranks hosted by this process, increasing.
-        self.virtual_ranks = self._runner.virtual_ranks
+        self.virtual_ranks = self._planner.virtual_ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CollectiveGroup:
         return self  # copies of a module that holds a group share it: processes and connections are not copied
@@ -146,7 +134,7 @@ class CollectiveGroup:
     def __repr__(self) -> str:
         return (
             f"ShardGroup(num_virtual_ranks={self.num_virtual_ranks}, rank={self.rank}, world_size={self.world_size}, "
-            f"virtual_ranks={list(self.virtual_ranks)}, transport={self.engine.transport!r}, device={self.device})"
+            f"virtual_ranks={list(self.virtual_ranks)}, transport={self.transport!r}, device={self.device})"
         )
 
     def _find_peers(self, transport: str, limit: timedelta) -> Peers | None:
@@ -161,18 +149,7 @@ class CollectiveGroup:
 
     def positions(self, virtual_rank: int) -> tuple[int, int]:
         """Where a virtual rank lives: its process, and its index among that process's shards. ValueError for none."""
-        return self._runner.position(virtual_rank)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor for shards. Collective; every process passes the same shape and dtype.
-
-        With the peer transport its memory is mapped by all GPUs of the group: where peers read rows, they read aligned
-        shards in it in place (:meth:`shardsum.transports.peer.PeerTransport.empty`). Else it is an ordinary tensor on
-        the group's device.
-        """
-        if self.engine.peers is not None:
-            return self.engine.peers.transport.empty(shape, dtype)
-        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        return self._planner.position(virtual_rank)
 
     # Collectives
 
@@ -187,6 +164,7 @@ class CollectiveGroup:
         out_dtype: torch.dtype | None = None,
         out: Tensor | None = None,
         grad: str = "identity",
+        name: str | None = None,
         async_op: bool = False,
     ) -> Any:
         """The ragged sum of all R shards on every process: ``y[j] = sum of x_r[j]`` over r with ``j < length_r``.
@@ -196,55 +174,9 @@ class CollectiveGroup:
         Returns:
             ``(size, *F)`` (with ``async_op`` a :class:`Handle` of it).
         """
-        if out is not None and not async_op and not _is_dynamo_compiling():
-            try:
-                if self._runner.replays.last(shards, lengths, out, size, op, scale, out_dtype, grad):
-                    return out
-            except BaseException as error:
-                self._runner.launch_failed("all_reduce", error)
-                raise
-        others = (type(size), size, op, None if scale is None else _text(scale), out_dtype, grad)
-        outs = None if async_op else self._runner.again("all_reduce", shards, (lengths,), out, others)
-        if outs is not None:
-            return into(outs[0], out)
-
-        return self._runner.collective(
-            "all_reduce",
-            partial(self._reduce_request, shards, lengths, size, op, scale, out_dtype, out, grad, async_op),
-            partial(_first_into, out),
-            shards,
-            lengths,
-            out=out,
-            async_op=async_op,
-            known_by=((lengths,), others, (size, op, scale, out_dtype, grad)),
-        )
-
-    def _reduce_request(
-        self,
-        shards: Shards,
-        lengths: Sequence[int] | Tensor | None,
-        size: int | None,
-        op: str,
-        scale: float | None,
-        out_dtype: torch.dtype | None,
-        out: Tensor | None,
-        grad: str,
-        async_op: bool,
-    ) -> Request:
-        """The checked arguments of :meth:`all_reduce`. Not a function within it: variables that one shares cost a call
-        that is known 0.2 us."""
-        hosted = self._runner.shards(shards, async_op)
-        wanted = out.dtype if out_dtype is None and isinstance(out, Tensor) else out_dtype
-        reduce = check_reduce(op, scale, hosted[0].dtype, wanted)
-        check_out(out, hosted, reduce.dtype)
-        signature = {"grad": check_grad(grad), **describe_reduce(reduce)}
-        end = None if size is None else check_size(size)
-        request = self._runner.with_lengths("all_reduce", hosted, lengths, end, signature, out)
-        end = self._runner.end(request, end)
-        request.sinks, request.kinds, request.size = ((0, end),) * self.world_size, "vp", end
-        request.reduce, request.grad = reduce, grad
-        self._runner.take_out(request, out, end)
-        return request
+        out_dtype = out.dtype if out_dtype is None and isinstance(out, Tensor) else out_dtype
+        options = Options(size=size, op=op, scale=scale, out_dtype=out_dtype, grad=grad, name=name)
+        return call(self._planner, "all_reduce", shards, lengths, options, out, async_op)
 
     def reduce_scatter(
         self,
@@ -256,39 +188,21 @@ class CollectiveGroup:
         op: str = "sum",
         scale: float | None = None,
         out_dtype: torch.dtype | None = None,
+        out: Tensor | Sequence[Tensor] | None = None,
+        name: str | None = None,
         async_op: bool = False,
     ) -> Any:
         """The ragged sum, each virtual rank receiving its part of the positions.
 
-        Args and errors: see the module; ``splits`` are R ints that sum to ``size`` (default: even, longer first).
+        Args and errors: see the module; ``splits`` are R ints that sum to ``size`` (default: even, longer first);
+        ``out`` is a list with one Tensor a hosted virtual rank, or the Tensor where there is one.
 
         Returns:
             ``(splits[v], *F)`` per hosted virtual rank v: a list, or a Tensor when ``shards`` was one and this process
             hosts one virtual rank.
         """
-        lists = (lengths,) if splits is None else (lengths, splits)
-        others = (type(size), size, op, _text(scale), out_dtype)
-        deliver = self._runner.same_form(shards)
-        outs = None if async_op else self._runner.again("reduce_scatter", shards, lists, None, others)
-        if outs is not None:
-            return deliver(outs)
-
-        def build() -> Request:
-            hosted = self._runner.shards(shards, async_op)
-            reduce = check_reduce(op, scale, hosted[0].dtype, out_dtype)
-            signature = describe_reduce(reduce)
-            signature["splits"] = None if splits is None else as_ints("splits", splits, self.num_virtual_ranks)
-            end = None if size is None else check_size(size)
-            request = self._runner.with_lengths("reduce_scatter", hosted, lengths, end, signature)
-            request.size = self._runner.end(request, end)
-            parts = check_splits(signature["splits"], self.num_virtual_ranks, request.size)
-            request.sinks, request.kinds = tuple(intervals_of(parts)), "vv"
-            request.reduce, request.grad = reduce, "sum"
-            return request
-
-        return self._runner.collective(
-            "reduce_scatter", build, deliver, shards, lengths, async_op=async_op, known_by=(lists, others, ())
-        )
+        options = Options(size=size, op=op, scale=scale, out_dtype=out_dtype, splits=splits, name=name)
+        return call(self._planner, "reduce_scatter", shards, lengths, options, out, async_op)
 
     def all_gather(
         self,
@@ -297,6 +211,7 @@ class CollectiveGroup:
         *,
         out: Tensor | None = None,
         grad: str = "sum",
+        name: str | None = None,
         async_op: bool = False,
     ) -> Any:
         """All shards behind one another in virtual-rank order, on every process. Any dtype; bits are kept.
@@ -306,36 +221,7 @@ class CollectiveGroup:
         Returns:
             ``(sum of lengths, *F)``.
         """
-        outs = None if async_op else self._runner.again("all_gather", shards, (lengths,), out, grad)
-        if outs is not None:
-            return into(outs[0], out)
-
-        def build() -> Request:
-            hosted = self._runner.shards(shards, async_op)
-            check_out(out, hosted, hosted[0].dtype)
-            signature: dict[str, Any] = {"grad": check_grad(grad)}
-            request = self._runner.with_lengths("all_gather", hosted, lengths, None, signature, out)
-            if request.sources is None:
-                raise ValueError(
-                    "lengths: a device tensor does not tell the host how long the result is; pass ints or None"
-                )
-            request.sources = tuple(intervals_of([end - begin for begin, end in request.sources]))
-            total = request.sources[-1][1]
-            request.sinks, request.kinds, request.size = ((0, total),) * self.world_size, "vp", total
-            request.reduce, request.grad = Reduce("copy", None, hosted[0].dtype), grad
-            self._runner.take_out(request, out, total)
-            return request
-
-        return self._runner.collective(
-            "all_gather",
-            build,
-            partial(_first_into, out),
-            shards,
-            lengths,
-            out=out,
-            async_op=async_op,
-            known_by=((lengths,), grad, ()),
-        )
+        return call(self._planner, "all_gather", shards, lengths, Options(grad=grad, name=name), out, async_op)
 
     def exchange(
         self,
@@ -347,6 +233,8 @@ class CollectiveGroup:
         op: str = "sum",
         scale: float | None = None,
         out_dtype: torch.dtype | None = None,
+        out: Tensor | Sequence[Tensor] | None = None,
+        name: str | None = None,
         async_op: bool = False,
     ) -> Any:
         """The operator itself: ``y_q[j] = sum of x_r[j]`` over r with ``j in I_r``, for ``j in O_q``.
@@ -356,35 +244,48 @@ class CollectiveGroup:
             in_intervals, out_intervals: R pairs ``(begin, end)`` of global positions each, equal on all processes;
                 empty ones allowed, outputs may overlap. What no output covers is ignored and gets gradient 0.
             size: the end of all positions.
+            out: as for :meth:`reduce_scatter`.
 
         Returns:
             ``(|O_v|, *F)`` per hosted virtual rank v, in the form of ``shards`` (see :meth:`reduce_scatter`).
         """
-        lists = (in_intervals, out_intervals)
-        others = (type(size), size, op, _text(scale), out_dtype)
-        deliver = self._runner.same_form(shards)
-        outs = None if async_op else self._runner.again("exchange", shards, lists, None, others)
-        if outs is not None:
-            return deliver(outs)
+        options = Options(
+            size=size, op=op, scale=scale, out_dtype=out_dtype, in_intervals=in_intervals,
+            out_intervals=out_intervals, name=name,
+        )  # fmt: skip
+        return call(self._planner, "exchange", shards, None, options, out, async_op)
 
-        def build() -> Request:
-            hosted = self._runner.shards(shards, async_op)
-            reduce = check_reduce(op, scale, hosted[0].dtype, out_dtype)
-            end = check_size(size)
-            sources = check_intervals("in_intervals", in_intervals, self.num_virtual_ranks, end)
-            sinks = check_intervals("out_intervals", out_intervals, self.num_virtual_ranks, end)
-            rows = hosted
-            if not torch.compiler.is_compiling():  # bounds are symbols there; the operator checks and narrows
-                lengths = [e - b for b, e in sources]
-                check_lengths(lengths, hosted, self.virtual_ranks, None)
-                rows = narrow(hosted, lengths, self.virtual_ranks)
-            signature = {**describe_rows(hosted), "size": end, **describe_reduce(reduce)}
-            signature |= {"in_intervals": sources, "out_intervals": sinks, "requires grad": needs_grad(hosted)}
-            return Request("exchange", rows, sources, sinks, "vv", reduce, "sum", signature, end)
+    def plan(
+        self,
+        collective: str,
+        lengths: Sequence[int] | None = None,
+        /,
+        *,
+        row_shape: Sequence[int] = (),
+        dtype: torch.dtype = torch.float32,
+        s_max: int | None = None,
+        **options: Any,
+    ) -> Plan:
+        """A collective with everything decided, to be called again and again. Collective.
 
-        return self._runner.collective(
-            "exchange", build, deliver, shards, (), async_op=async_op, known_by=(lists, others, ())
-        )
+        Args:
+            collective: "all_reduce", "reduce_scatter", "all_gather" or "exchange".
+            lengths: R ints. Not for "exchange".
+            row_shape, dtype: trailing shape ``*F`` and dtype of the shards.
+            s_max: in place of ``lengths`` where the device alone knows them: the rows of every padded shard. The
+                lengths then come with each call (``plan(shards, lengths=tensor)``), and ``size`` is required.
+            options: what the collective of that name takes beside shards, lengths, ``out`` and ``async_op``.
+
+        Raises:
+            ValueError: an argument is malformed, or processes disagree; on every process.
+
+        Example:
+            >>> plan = group.plan("reduce_scatter", [4, 2, 0, 3], row_shape=(8,), dtype=torch.bfloat16)
+            >>> parts = plan(shards)
+        """
+        grad = "identity" if collective == "all_reduce" else "sum"
+        return self._planner.plan(collective, s_max if lengths is None else lengths, {"grad": grad, **options},
+                                  row_shape, dtype)  # fmt: skip
 
     def token_mean(self, loss_sum: Shards, num_valid: Shards, *, grad: str = "identity") -> tuple[Tensor, Tensor]:
         """The mean loss over all valid tokens of all virtual ranks, without synchronisation.
@@ -412,25 +313,22 @@ class CollectiveGroup:
 
     # Agreement for operations made of several collectives
 
-    def refuse(self, name: str, error: Exception, counted: bool = False) -> ValueError:
+    def refuse(self, name: str, error: Exception, counted: bool = False) -> Exception:
         """State this process's own error in place of the collective that the other processes call next; returns what
         to raise. ``counted`` when that is :meth:`gather_ints`, or a collective with lengths of form (b)."""
-        self._runner.begin(name)
-        return self._agreement.refuse(name, error, counted)
+        with self._planner.calling(name):
+            return self._planner.refuse(name, error, counted)
 
     def gather_ints(self, name: str, values: Sequence[int], most: int) -> list[list[int]]:
         """Every process's ``values``, at most ``most`` ints of 63 bits, by process: on the host's side channel."""
-        self._runner.begin(name)
-        return self._agreement.gather_values(name, {}, values, most)
+        with self._planner.calling(name):
+            return self._agreement.gather_values(name, {}, values, most)
 
     # What happened and what would happen
 
     def stats(self) -> Stats:
         """Bytes of the last collective. Raises RuntimeError when there was none."""
-        if self.engine.last is None:
-            raise RuntimeError("stats: no collective has run in this group")
-        traffic = self.engine.wire.traffic if self.engine.wire is not None else None
-        return Stats(self.engine.last, traffic.sent if traffic else 0, traffic.received if traffic else 0)
+        return self._planner.stats()
 
     def explain(
         self,
@@ -445,24 +343,16 @@ class CollectiveGroup:
         """Which transport such a call takes and why, with the bytes it moves. Nothing is sent.
 
         Args:
-            lengths: R ints. For "exchange"-like questions use :meth:`stats` after a call.
+            lengths: R ints. For "exchange" ask a plan: ``group.plan("exchange", ...).explain()``.
             size, row_shape (``F``), dtype, out_dtype: of the call.
             collective: "all_reduce", "reduce_scatter" or "all_gather".
         """
-        return explain(self.engine, collective, lengths, size, row_shape, dtype, out_dtype, self.device.type)
+        options = Options(size=size, out_dtype=out_dtype)
+        return self._planner.explain(collective, lengths, options, row_shape, dtype)
 
     def check(self) -> None:
         """Raise RuntimeError when the group has failed (a process died, or a call timed out)."""
         if self._agreement.failed is not None:
             raise RuntimeError(self._agreement.failed)
-        if self.engine.peers is not None:
-            self.engine.peers.check()
-
-
-def _first_into(out: Tensor | None, outs: list[Tensor]) -> Tensor:
-    return into(outs[0], out)
-
-
-def _text(scale: Any) -> tuple[type, str] | None:
-    """A scale to compare: 0.0 differs from -0.0, NaN equals NaN; other types may print alike."""
-    return None if scale is None else (type(scale), repr(scale))
+        if self._peers is not None:
+            self._peers.check()

@@ -1,77 +1,110 @@
-"""The registered exchange of padded shards whose lengths only the device knows (form c of :mod:`shardsum.group.group`).
+"""Exchanges of padded shards whose lengths only the device knows.
+
+Lengths travel with the rows (behind them in the gathered buffer, or with the peers' flags) and are never read by the
+host. Every source starts at position 0. The gradient brings every source the whole cotangent; its length then selects.
 
     shardsum::exchange_padded  x (k, S_MAX, *F), lengths (k,) -> one tensor per hosted sink, then all lengths (R',)
 
-Lengths travel with the rows (behind them in the gathered buffer, or with the peers' flags) and are never read by the
-host. Every source starts at position 0. The adjoint brings each source the whole cotangent; its length then selects.
+is the registered operator; eager calls go through :class:`PaddedExchange`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..core.layout import Interval
+from ..core.layout import Interval, length
 from ..core.numerics import accumulator_dtype
 from ..local import kernels
 from ..local import ops as operators
 from ..local.ops import finish_gradient, readable
-from ..local.registry import define
 from ..native import loader as native
-from ..transports import stamp
-from .exchange import Terms, exchange, intervals
-from .executor import LOCAL_ROUTE, Engine, Reduce, Route
+from .autograd import _TAIL, _library, groups, tail_of, terms_of
+from .autograd import exchange as registered_exchange
+from .executor import Executor, stamp_of
+from .routes import LOCAL_ROUTE, Route
+from .terms import Reduce, Terms, flatten, pairs
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 
-def _exchange_padded(x: Tensor, lengths: Tensor, sinks: list[int], *tail: Any) -> list[Tensor]:
-    terms = Terms(*tail)
-    owner, reduce = terms.owner, terms.reduce
-    owner.agree_compiled(terms, x, [x.shape[1], sinks])
-    if owner.engine.peers is not None and owner.engine.transport != "gather":
-        plan = owner.engine.plan(((0, x.shape[1]),) * owner.num_virtual_ranks, intervals(sinks), terms.kinds)
-        return owner.engine.padded_by_peers(plan, x, lengths, reduce)
-    try:
-        rows, all_lengths = gather_padded(owner.engine, x, lengths, terms)
-    except RuntimeError as error:
-        raise owner.failure(terms.name, error) from error
-    wanted = owner.hosted(intervals(sinks), terms.kinds[1])
-    outs = [sum_padded_part(rows, all_lengths, interval, reduce) for interval in wanted]
-    return [*outs, all_lengths]
+class PreparedPadded:
+    """One such exchange, prepared as :class:`~.executor.Prepared` is."""
+
+    def __init__(self, executor: Executor, terms: Terms) -> None:
+        self._executor, self._terms = executor, terms
+        self._plan = executor.layout(terms)
+        self._over_peers = executor.peers is not None and executor.router.takes_peers()
+        self._sinks = [self._plan.sinks[q] for q in self._plan.hosted_sinks(executor.rank)]
+        self.route = self._route()
+        self._stamp = stamp_of(terms, self._plan, self.route)
+
+    def _route(self) -> Route:
+        executor, terms = self._executor, self._terms
+        if executor.world_size == 1:
+            return LOCAL_ROUTE
+        width = torch.Size(terms.row_shape).numel()
+        if self._over_peers:
+            return executor.router.route(self._plan, width, terms.dtype, terms.reduce, "cuda")
+        slots, stride = padded_stride(executor.owners, terms)
+        sent = (slots * stride * (executor.world_size - 1),) * executor.world_size
+        return Route("gather", False, 1, sent, sent, "lengths on the device travel with the padded rows")
+
+    def run(self, x: Tensor, lengths: Tensor) -> list[Tensor]:
+        """The results of the hosted sinks, then all lengths ``(R',)``."""
+        self._executor.begin(self.route, self._stamp)
+        reduce = self._terms.reduce
+        if self._over_peers:
+            return self._run_over_peers(x, lengths)
+        rows, all_lengths = self._gather(x, lengths)
+        return [*[sum_padded_part(rows, all_lengths, sink, reduce) for sink in self._sinks], all_lengths]
+
+    def _run_over_peers(self, x: Tensor, lengths: Tensor) -> list[Tensor]:
+        """All R lengths are needed, and gathered, for the divisor of a mean's gradient only; else they are 0."""
+        peers, plan, reduce = self._executor.peers, self._plan, self._terms.reduce
+        assert peers is not None
+        outs = [x.new_empty((length(sink), *x.shape[2:]), dtype=reduce.dtype) for sink in self._sinks]
+        if x.shape[2:].numel() and any(length(sink) for sink in plan.sinks):
+            peers.exchange(plan, list(x.contiguous().unbind(0)), outs, reduce.op, reduce.scale, lengths)
+        if reduce.op == "mean":
+            return [*outs, peers.gather_lengths(plan, lengths)]
+        return [*outs, lengths.new_zeros(len(self._executor.owners))]
+
+    def _gather(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Padded rows ``(R', S_MAX, *F)`` and lengths ``(R',)`` of all virtual ranks, in their order.
+
+        Each row travels with its length behind it. A process that hosts fewer than the most sends empty rows, so R' is
+        at least R; rows of length 0 add nothing.
+        """
+        executor = self._executor
+        if executor.wire is None:
+            return operators.row_contiguous(x), lengths.clone()
+        slots, stride = padded_stride(executor.owners, self._terms)
+        row_bytes = x[0].numel() * x.element_size()
+        mine = torch.zeros((slots, stride), dtype=torch.uint8, device=x.device)
+        mine[: x.shape[0], :row_bytes] = x.contiguous().view(x.shape[0], -1).view(torch.uint8)
+        mine[: x.shape[0], stride - 8 :].view(torch.int64)[:, 0] = lengths
+        everyone = torch.empty((executor.world_size * slots, stride), dtype=torch.uint8, device=x.device)
+        executor.wire.wait(executor.wire.all_gather(everyone, mine), x.device)
+        order = _row_order(executor.owners, slots)
+        if order is not None:
+            everyone = everyone[torch.tensor(order, device=x.device)]
+        item = x.element_size()
+        inner = x.stride()[1:] if x.is_contiguous() else x[0].contiguous().stride()
+        rows = everyone.view(x.dtype).as_strided((everyone.shape[0], *x.shape[1:]), (stride // item, *inner))
+        return rows, everyone[:, stride - 8 :].contiguous().view(torch.int64)[:, 0].contiguous()
 
 
-def gather_padded(engine: Engine, x: Tensor, lengths: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Padded rows ``(R', S_MAX, *F)`` and lengths ``(R',)`` of all virtual ranks, in their order, unread by the host.
-
-    Each row travels with its length behind it. A process that hosts fewer than the most sends empty rows, so R' >= R;
-    rows of length 0 add nothing.
-    """
-    native.load()
-    if engine.wire is None:
-        engine.last = LOCAL_ROUTE
-        return operators.row_contiguous(x), lengths.clone()
-    counts = [engine.owners.count(p) for p in range(engine.world_size)]
-    slots, row_bytes = max(counts), x[0].numel() * x.element_size()
-    stride = -(-row_bytes // 16) * 16 + 16  # rows stay 16-byte aligned
-    sent = (slots * stride * (engine.world_size - 1),) * engine.world_size
-    engine.begin(Route("gather", False, 1, sent, sent, "lengths on the device travel with the padded rows"))
-    said = {"dtype": str(x.dtype), "S_MAX": x.shape[1], "trailing shape": tuple(x.shape[2:]), "op": terms.op}
-    said |= {"scale": repr(terms.scale), "out_dtype": str(terms.dtype)}
-    engine.wire.begin(stamp(terms.name, said), engine.call())
-    mine = torch.zeros((slots, stride), dtype=torch.uint8, device=x.device)
-    mine[: x.shape[0], :row_bytes] = x.contiguous().view(x.shape[0], -1).view(torch.uint8)
-    mine[: x.shape[0], stride - 8 :].view(torch.int64)[:, 0] = lengths
-    everyone = torch.empty((engine.world_size * slots, stride), dtype=torch.uint8, device=x.device)
-    engine.wire.wait(engine.wire.all_gather(everyone, mine), x.device)
-    order = _row_order(engine.owners, slots)
-    if order is not None:
-        everyone = everyone[torch.tensor(order, device=x.device)]
-    item = x.element_size()
-    strides = (stride // item, *x.stride()[1:]) if x.is_contiguous() else (stride // item, *x[0].contiguous().stride())
-    rows = everyone.view(x.dtype).as_strided((everyone.shape[0], *x.shape[1:]), strides)
-    return rows, everyone[:, stride - 8 :].contiguous().view(torch.int64)[:, 0].contiguous()
+def padded_stride(owners: Sequence[int], terms: Terms) -> tuple[int, int]:
+    """Rows that a process sends, and the bytes of one with its length. Rows stay 16-byte aligned."""
+    capacity = terms.sources[0][1]
+    row_bytes = capacity * torch.Size(terms.row_shape).numel() * terms.dtype.itemsize
+    return max(map(owners.count, set(owners))), -(-row_bytes // 16) * 16 + 16
 
 
 def _row_order(owners: Sequence[int], slots: int) -> list[int] | None:
@@ -82,6 +115,14 @@ def _row_order(owners: Sequence[int], slots: int) -> list[int] | None:
         order.append(owner * slots + used[owner])
         used[owner] += 1
     return None if order == sorted(order) else order
+
+
+def gathered_rows(executor: Executor) -> int:
+    """R', the number of lengths that :meth:`PreparedPadded.run` returns."""
+    if executor.wire is None or (executor.peers is not None and executor.router.takes_peers()):
+        return len(executor.owners)
+    slots = max(executor.owners.count(p) for p in range(executor.world_size))
+    return len(executor.owners) if _row_order(executor.owners, slots) is not None else executor.world_size * slots
 
 
 def sum_padded_part(rows: Tensor, lengths: Tensor, wanted: Interval, reduce: Reduce) -> Tensor:
@@ -96,59 +137,117 @@ def sum_padded_part(rows: Tensor, lengths: Tensor, wanted: Interval, reduce: Red
     return out
 
 
-def _exchange_padded_fake(x: Tensor, lengths: Tensor, sinks: list[int], *tail: Any) -> list[Tensor]:
-    terms = Terms(*tail)
-    wanted = terms.owner.hosted(intervals(sinks), terms.kinds[1])
-    outs = [x.new_empty((e - b, *x.shape[2:]), dtype=terms.dtype) for b, e in wanted]
-    return [*outs, x.new_empty((gathered_rows(terms.owner.engine),), dtype=torch.int64)]
+# Gradients
 
 
-def gathered_rows(engine: Engine) -> int:
-    """R' of :func:`gather_padded`; R by peers."""
-    if engine.peers is not None and engine.transport != "gather":
-        return len(engine.owners)
-    slots = max(engine.owners.count(p) for p in range(engine.world_size))
-    ordered = engine.wire is None or _row_order(engine.owners, slots) is not None
-    return len(engine.owners) if ordered else engine.world_size * slots
+class PaddedExchange(torch.autograd.Function):
+    """``PaddedExchange.apply(plan, x, lengths)``: the results of a plan with device lengths, then all lengths."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        outs = plan.run_padded(x, lengths)
+        ctx.plan = plan
+        ctx.save_for_backward(lengths.clone(), outs[-1])  # the caller may write the next step's lengths before backward
+        ctx.mark_non_differentiable(outs[-1])
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
+        lengths, all_lengths = ctx.saved_tensors
+        plan, terms = ctx.plan, ctx.plan.terms
+        adjoint = _whole_adjoint(terms)
+        if terms.local_adjoint:
+            acc = accumulator_dtype(terms.dtype)
+            whole = list(_Shared.apply(plan, adjoint, grads[0].to(acc)))
+        else:
+            whole = plan.of(adjoint).on_list([g.to(adjoint.dtype) for g in grads[:-1]])
+        return None, _select(terms, whole, lengths, all_lengths), None
 
 
-exchange_padded = define(
-    f"exchange_padded(Tensor x, Tensor lengths, SymInt[] sinks, {Terms.SCHEMA}",
-    _exchange_padded,
-    _exchange_padded_fake,
-)
+class _Shared(torch.autograd.Function):
+    """A cotangent that every process has, for each hosted virtual rank; its derivative adds those of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, adjoint: Terms, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.plan, ctx.adjoint = plan, adjoint
+        return tuple(grad.clone() for _ in plan.virtual_ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
+        adjoint = ctx.adjoint
+        swapped = replace(adjoint, sources=adjoint.sinks, sinks=adjoint.sources, kinds=adjoint.kinds[::-1])
+        terms = replace(swapped, name=f"{adjoint.name}, again", grad="identity", dtype=adjoint.reduce.dtype)
+        return None, None, ctx.plan.of(terms).on_list(list(grads))[0]
 
 
-def _padded_setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, lengths, ctx.sinks, *tail = inputs
-    ctx.save_for_backward(lengths.clone(), output[-1])
-    ctx.capacity, ctx.dtype, ctx.device, ctx.terms = x.shape[1], x.dtype, x.device, Terms(*tail)
-    ctx.owner = ctx.terms.owner  # the group lives until its last backward
+def _whole_adjoint(terms: Terms) -> Terms:
+    """The exchange that brings every virtual rank the whole sum of cotangents, in the accumulator's dtype."""
+    acc, end = accumulator_dtype(terms.dtype), max(end for _, end in terms.sinks)
+    adjoint, held = terms.adjoint(), ((0, end),) * len(terms.sources)
+    return replace(adjoint, sinks=held, size=end, reduce=Reduce("sum", None, acc), device_lengths=False)
 
 
-def _padded_backward(ctx: Any, grads: list[Tensor]) -> tuple:
-    """Cotangents come to every source whole (its length is not known on the host), then the length selects."""
-    lengths, all_lengths = ctx.saved_tensors
-    owner, terms = ctx.owner, ctx.terms
-    outs = [g.contiguous() for g in grads[:-1]]
-    acc = accumulator_dtype(ctx.dtype)
-    end = max(ctx.sinks[1::2])
-    if terms.grad == "identity":
-        whole = [outs[0]] * len(owner.virtual_ranks)
-    else:
-        held = [0, end] * owner.num_virtual_ranks
-        outs = [g.to(acc) for g in outs] if acc == torch.float64 else outs
-        whole = exchange(outs, ctx.sinks, held, None, end, *terms.adjoint("sum", None, acc))
+def _select(terms: Terms, whole: list[Tensor], lengths: Tensor, all_lengths: Tensor) -> Tensor:
+    """The gradient of padded shards from the whole cotangent of every hosted one; exactly 0 behind its length."""
+    capacity, device, acc = terms.sources[0][1], lengths.device, accumulator_dtype(terms.dtype)
+    end = whole[0].shape[0]
     count = None
-    if terms.op == "mean":
-        count = (torch.arange(end, device=ctx.device) < all_lengths.clamp(0, ctx.capacity)[:, None]).sum(0)
-    if count is not None or terms.scale is not None:
-        whole = [finish_gradient(w.to(acc), count, terms.scale, ctx.dtype) for w in whole]
-    rows = torch.stack([w.to(ctx.dtype) for w in whole])
-    if end < ctx.capacity:
-        rows = torch.cat([rows, rows.new_zeros((rows.shape[0], ctx.capacity - end, *rows.shape[2:]))], 1)
-    valid = torch.arange(ctx.capacity, device=ctx.device) < lengths[:, None]
-    return operators.select(valid, rows[:, : ctx.capacity]), *[None] * 9
+    if terms.reduce.op == "mean":
+        count = (torch.arange(end, device=device) < all_lengths.clamp(0, capacity)[:, None]).sum(0)
+    if count is not None or terms.reduce.scale is not None:
+        whole = [finish_gradient(w.to(acc), count, terms.reduce.scale, terms.dtype) for w in whole]
+    rows = torch.stack([w.to(terms.dtype) for w in whole])
+    if end < capacity:
+        rows = torch.cat([rows, rows.new_zeros((rows.shape[0], capacity - end, *rows.shape[2:]))], 1)
+    valid = torch.arange(capacity, device=device) < lengths[:, None]
+    return operators.select(valid, rows[:, :capacity])
 
 
-exchange_padded.differentiate(_padded_setup, _padded_backward)
+# The registered operator
+
+_library.define(f"exchange_padded(Tensor x, Tensor lengths, SymInt[] sinks, {_TAIL}) -> Tensor[]")
+
+
+def exchange_padded(x: Tensor, lengths: Tensor, terms: Terms, group: str) -> list[Tensor]:
+    """The registered operator; its last result are all lengths."""
+    return torch.ops.shardsum.exchange_padded(x, lengths, flatten(terms.sinks), *tail_of(terms, group))
+
+
+def _terms(x: Tensor, sinks: Any, tail: tuple[Any, ...]) -> Terms:
+    sources = (0, x.shape[1]) * groups[tail[-1]].num_virtual_ranks
+    return replace(terms_of(tail, sources, sinks, x, row_dims=2), device_lengths=True)
+
+
+def _exchange_padded(x: Tensor, lengths: Tensor, sinks: Any, *tail: Any) -> list[Tensor]:
+    return groups[tail[-1]].run_registered(_terms(x, sinks, tail), [x], lengths)
+
+
+def _fake(x: Tensor, lengths: Tensor, sinks: Any, *tail: Any) -> list[Tensor]:
+    native.load()
+    planner = groups[tail[-1]]
+    wanted = planner.hosted(pairs(sinks), tail[2][1])
+    outs = [x.new_empty((e - b, *x.shape[2:]), dtype=tail[5]) for b, e in wanted]
+    return [*outs, x.new_empty((gathered_rows(planner.executor),), dtype=torch.int64)]
+
+
+def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    x, lengths, sinks, *tail = inputs
+    ctx.terms, ctx.group = _terms(x, sinks, tuple(tail)), tail[-1]
+    ctx.planner = groups[ctx.group]  # the group lives until its last backward
+    ctx.save_for_backward(lengths.clone(), output[-1])
+
+
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple:
+    lengths, all_lengths = ctx.saved_tensors
+    terms, outs = ctx.terms, [g.contiguous() for g in grads[:-1]]
+    if terms.local_adjoint:
+        whole = [outs[0]] * len(ctx.planner.virtual_ranks)
+    else:
+        adjoint = _whole_adjoint(terms)
+        whole = registered_exchange([g.to(adjoint.dtype) for g in outs], adjoint, None, ctx.group)
+    return _select(terms, whole, lengths, all_lengths), *[None] * 11
+
+
+_library.impl("exchange_padded", _exchange_padded, "CompositeExplicitAutograd")
+torch.library.register_fake("shardsum::exchange_padded", _fake, lib=_library)
+torch.library.register_autograd("shardsum::exchange_padded", _backward, setup_context=_setup, lib=_library)

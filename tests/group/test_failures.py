@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardsum import ShardGroup
-from shardsum.group import executor as engine
+from shardsum.group import executor, routes
 from shardsum.group.agreement import Agreement
 from tests.processes import run_processes
 from tests.values import ones
@@ -84,7 +84,7 @@ def test_a_process_killed_amid_the_construction_is_named() -> None:
 
 def interrupted(rank: int, world_size: int, where: str) -> str:
     """Nobody comes to process 0, in the transfer, in the comparison of a new signature or in a wait."""
-    engine.CHUNK_BYTES = 1 << 10
+    routes.CHUNK_BYTES = 1 << 10
     group = ShardGroup(2, timeout=5, transport="all_to_all")
     x = ones(group, 2 if where != "wait" else 1000)
     lengths = [x[0].shape[0]] * 2
@@ -114,22 +114,22 @@ def interrupted(rank: int, world_size: int, where: str) -> str:
 @pytest.mark.parametrize("where", ["transfer", "comparison", "wait"])
 def test_a_call_that_was_interrupted_is_never_mixed_with_the_next(where: str) -> None:
     message = run_processes(interrupted, 2, where)[1]
-    assert "process 0: failed in call 3 (all_reduce): left by KeyboardInterrupt" in message
+    assert "process 0: failed in call 4 (all_reduce): left by KeyboardInterrupt" in message
 
 
 def fail_amid(rank: int, world_size: int) -> None:
     """Process 0 fails between two chunks of one group's call, then calls another group of the same processes."""
-    engine.CHUNK_BYTES = 1 << 10
+    routes.CHUNK_BYTES = 1 << 10
     group, other = (ShardGroup(2, timeout=2, transport="all_to_all") for _ in range(2))
     x, lengths = ones(group, 1000), [1000] * 2
     other.all_reduce(x, lengths)
     if rank == 0:
-        fill, calls = engine.fill, iter((1, 1, 0))
-        engine.fill = lambda *args: fill(*args) if next(calls) else 1 / 0
+        fill, calls = executor.fill, iter((1, 1, 0))
+        executor.fill = lambda *args: fill(*args) if next(calls) else 1 / 0
     with pytest.raises((RuntimeError, ZeroDivisionError)):
         group.all_reduce(x, lengths)
     if rank == 0:
-        engine.fill = fill
+        executor.fill = fill
     with pytest.raises(RuntimeError, match="failed earlier"):
         group.all_reduce(x, lengths)
     assert other.all_reduce(x, lengths).tolist() == [2.0] * 1000

@@ -77,7 +77,7 @@ def check_exchange(group: ShardGroup, p: dict) -> None:
             torch.cat([d, random_values((size - d.shape[0], *p["trailing"]), p["dtype"], 9).to(d.device)]) for d in data
         ]
         local = torch.tensor([lengths[v] for v in hosted], device=group.device)
-        if group.world_size > 1 and group.engine.transport == "all_to_all":
+        if group.world_size > 1 and group.transport == "all_to_all":
             with pytest.raises(ValueError, match="cannot take device lengths"):
                 group.all_reduce(padded, local, size=size)
         else:
@@ -120,7 +120,7 @@ def check_gradients(group: ShardGroup, p: dict, grad: str) -> None:
 
     valid, chunks, all_rows = [(0, n) for n in lengths], intervals_of(splits), intervals_of(lengths)
     forms = ["host", "counted", "device"]
-    if group.world_size > 1 and group.engine.transport == "all_to_all":
+    if group.world_size > 1 and group.transport == "all_to_all":
         forms.remove("device")
     for form in forms:
         whole = [random_values((size, *trailing), dtype, 50 + p) for p in range(group.world_size)]
@@ -182,9 +182,9 @@ def test_processes_equal_reference(world_size: int, transport: str) -> None:
 
 
 def chunked(rank: int, world_size: int, transport: str) -> None:
-    from shardsum.group import executor as engine
+    from shardsum.group import routes
 
-    engine.CHUNK_BYTES = 256
+    routes.CHUNK_BYTES = 256
     group = ShardGroup(5, transport=transport, placement=[2, 0, 1, 0, 1][:5] if world_size > 2 else "contiguous")
     lengths = [37, 5, 0, 64, 21]
     shards = [random_values((n, 3), torch.bfloat16, r) for r, n in enumerate(lengths)]

@@ -33,7 +33,7 @@ def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
     out = torch.empty_like(rows[0])
     seconds = _slowest(group, lambda: ragged_sum(rows, out=out), repeat)
     memory = rows.numel() * 4 / seconds / 1e9
-    wire = group.engine.wire
+    wire = group.wire
     if wire is None:
         return Costs(0.0, 1e9, _three_digits(memory))
     latency = _slowest(group, lambda: _small(wire, device), repeat)

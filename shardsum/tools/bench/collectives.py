@@ -55,15 +55,9 @@ class Suite:
             self.symmetric = Symmetric(most_bytes, self.device, bench.processes)
         except RuntimeError as error:
             bench.report.say(f"torch.ops.symm_mem is left out: {first_line(error)}")
-        self.zero_copy = self._mapped(most_bytes)
         self.wire_rate, how = self._wire_rate()
         bench.report.facts |= {"processes": self.world_size, "wire_gbps": self.wire_rate, "wire": how}
         bench.report.say(f"wire     {self.wire_rate:.2f} GB/s ({how})")
-
-    def _mapped(self, num_bytes: int) -> Tensor | None:
-        """Memory for a shard that peers read in place."""
-        peers = self.groups.get("peer")
-        return None if peers is None else peers.empty((num_bytes // 2,), torch.bfloat16)
 
     def _wire_rate(self) -> tuple[float, str]:
         """GB/s that a process sends while it receives as much: the ceiling."""
@@ -84,7 +78,7 @@ class Suite:
     def close(self) -> None:
         """Drop what holds device memory or graphs before the process group goes."""
         self.groups.clear()
-        self.symmetric = self.zero_copy = None
+        self.symmetric = None
 
 
 class _Collective:
@@ -156,10 +150,6 @@ class _Collective:
             padded, length = self._padded(torch.bfloat16), torch.tensor([self.mine.shape[0]], device=self.device)
             on_device = lambda: group.all_reduce(padded, length, size=self.size)  # noqa: E731
             variants.append(Variant(f"shardsum {name}, device lengths", [on_device], self.want, traffic=busiest))
-        if name == "peer" and self.suite.zero_copy is not None:
-            place = self.suite.zero_copy[: self.mine.numel()].view_as(self.mine).copy_(self.mine)
-            mapped = lambda: reduce(place, out=self.out)  # noqa: E731
-            variants.append(Variant("shardsum peer, zero-copy", [mapped], self.want, traffic=busiest))
         return variants
 
     def _variant(self, name: str, group: ShardGroup, call: Callable[[Tensor], Any]) -> Variant:

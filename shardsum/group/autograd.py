@@ -1,0 +1,221 @@
+"""Gradients of exchanges, and the operator that torch.compile, fake tensors and dispatch modes see.
+
+Eager calls run a :class:`~.plan.Plan`, through :class:`Exchange` where a gradient is needed. Compiled code calls the
+registered operator ``shardsum::exchange``, which finds the same plan when it runs: only tensors, ints and strings cross
+its boundary (intervals as flat ``SymInt[]``: begin, end, begin, end, ...), the group goes by name.
+
+The adjoint of an exchange is the exchange with sources and sinks swapped. A mean divides by the forward's count of
+contributions, in the accumulator's dtype, before the one rounding. With ``grad="identity"`` every process has the whole
+cotangent and takes its parts of it; the derivative of *that* is the forward collective again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ..core.numerics import accumulator_dtype
+from ..local.ops import finish_gradient
+from ..native import loader as native
+from .terms import Reduce, Terms, flatten, pairs
+
+if TYPE_CHECKING:
+    from .plan import Plan
+    from .planner import Planner
+
+#: What the operators find by a group's name. Entries go with their groups.
+groups: WeakValueDictionary[str, Planner] = WeakValueDictionary()
+
+
+class Exchange(torch.autograd.Function):
+    """``Exchange.apply(plan, *shards)``: the results of a plan, one a hosted sink.
+
+    It saves an empty tensor. Under activation checkpointing, needing a saved tensor is what runs a region again: every
+    process then does so at the same place of its backward, whatever else it saved, and collectives stay in step.
+    """
+
+    @staticmethod
+    def forward(plan: Plan, *shards: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(plan.run(shards))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.plan = inputs[0]
+        ctx.save_for_backward(inputs[1].new_empty(0))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
+        _ = ctx.saved_tensors
+        plan, terms = ctx.plan, ctx.plan.terms
+        if terms.local_adjoint:
+            return None, *LocalAdjoint.apply(plan, grads[0])
+        acc = accumulator_dtype(terms.dtype)
+        shards = plan.adjoint.on_list([g.to(acc) if acc == torch.float64 else g for g in grads])
+        if terms.reduce.op == "mean":
+            counts = plan.counts(grads[0].device)
+            shards = [finish_gradient(s, n, terms.reduce.scale, terms.dtype) for s, n in zip(shards, counts)]
+        return None, *shards
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise ValueError("shards: collectives cannot be batched by vmap (nor by jacrev and hessian, which use it)")
+
+
+class LocalAdjoint(torch.autograd.Function):
+    """``LocalAdjoint.apply(plan, grad)``: the gradient of a replicated result whose cotangent every process has.
+
+    Nothing travels. The cotangent stands for one tensor that all processes hold, so its own derivative is the sum over
+    the virtual ranks of all processes: the forward collective.
+    """
+
+    @staticmethod
+    def forward(plan: Plan, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        terms = plan.terms
+        count = plan.sink_count(grad.device) if terms.reduce.op == "mean" else None
+        spread = finish_gradient(grad, count, terms.reduce.scale, terms.dtype)
+        first = terms.sinks[0][0]
+        return tuple(spread[begin - first : begin - first + n].clone() for begin, n in plan.bounds)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.plan, grad = inputs
+        ctx.dtype = grad.dtype
+        ctx.save_for_backward(grad.new_empty(0))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
+        _ = ctx.saved_tensors
+        return None, ctx.plan.again(ctx.dtype).on_list(list(grads))[0]
+
+    vmap = Exchange.vmap
+
+
+# The registered operator
+
+_library = torch.library.Library("shardsum", "FRAGMENT")
+_TAIL = "SymInt size, str name, str kinds, str op, float? scale, ScalarType dtype, str grad, str? label, str group"
+_library.define(f"exchange(Tensor[] shards, SymInt[] sources, SymInt[] sinks, SymInt[]? rows, {_TAIL}) -> Tensor[]")
+_library.define("coverage(Tensor like, SymInt[] intervals, SymInt size) -> Tensor")
+_library.define(
+    "local_adjoint(Tensor grad, SymInt[] hosted, SymInt[] rows, float? scale, ScalarType dtype) -> Tensor[]"
+)
+
+
+def tail_of(terms: Terms, group: str) -> tuple[Any, ...]:
+    """The arguments of the operators that are no tensors and no intervals."""
+    reduce = terms.reduce
+    rest = (reduce.op, reduce.scale, reduce.dtype, terms.grad, terms.label, group)
+    return terms.size, terms.name, terms.kinds, *rest
+
+
+def terms_of(tail: tuple[Any, ...], sources: Any, sinks: Any, like: Tensor, row_dims: int = 1) -> Terms:
+    """The terms of such arguments; ``like`` is a shard, whose trailing shape begins at dim ``row_dims``."""
+    size, name, kinds, op, scale, dtype, grad, label, _ = tail
+    reduce, row_shape = Reduce(op, scale, dtype), tuple(like.shape[row_dims:])
+    return Terms(name, pairs(sources), pairs(sinks), kinds, reduce, grad, size, row_shape, like.dtype, label=label)
+
+
+def exchange(shards: list[Tensor], terms: Terms, rows: list[int] | None, group: str) -> list[Tensor]:
+    """The registered operator.
+
+    Shards may have more rows than their interval (the rest is not read), and ``rows`` asks for results with zeros
+    behind theirs: so compiled code neither slices nor makes tensors whose size is a length, which would compile anew
+    for 0 and 1.
+    """
+    sources, sinks = flatten(terms.sources), flatten(terms.sinks)
+    return torch.ops.shardsum.exchange(shards, sources, sinks, rows, *tail_of(terms, group))
+
+
+def _exchange(shards: list[Tensor], sources: Any, sinks: Any, rows: Any, *tail: Any) -> list[Tensor]:
+    terms = terms_of(tail, sources, sinks, shards[0])
+    outs = groups[tail[-1]].run_registered(terms, shards)
+    return outs if rows is None else _with_rows(outs, rows)
+
+
+def _with_rows(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
+    """The tensors with zeros behind their rows, up to ``rows`` each."""
+    return [
+        t if t.shape[0] == n else torch.cat([t, t.new_zeros((n - t.shape[0], *t.shape[1:]))])
+        for t, n in zip(tensors, rows)
+    ]
+
+
+def _exchange_fake(shards: list[Tensor], sources: Any, sinks: Any, rows: Any, *tail: Any) -> list[Tensor]:
+    native.load()  # tracing runs this as plain Python: the library is there when the compiled code runs
+    terms = terms_of(tail, sources, sinks, shards[0])
+    sizes = rows if rows is not None else [e - b for b, e in groups[tail[-1]].hosted(terms.sinks, terms.kinds[1])]
+    return [shards[0].new_empty((n, *shards[0].shape[1:]), dtype=terms.reduce.dtype) for n in sizes]
+
+
+def _setup(ctx: Any, inputs: tuple, output: Any) -> None:
+    shards, sources, sinks, _, *tail = inputs
+    ctx.terms, ctx.group = terms_of(tuple(tail), sources, sinks, shards[0]), tail[-1]
+    ctx.planner = groups[ctx.group]  # the group lives until its last backward
+    ctx.rows = [s.shape[0] for s in shards]
+
+
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple:
+    terms = ctx.terms
+    grads = [g.contiguous() for g in grads]
+    hosted, acc, scale = ctx.planner.hosted(terms.sources, terms.kinds[0]), accumulator_dtype(terms.dtype), None
+    mean = terms.reduce.op == "mean"
+    if terms.local_adjoint:
+        grad, begin = grads[0], terms.sinks[0][0]
+        if mean:
+            bounds = [x - begin for x in flatten(terms.sources)]
+            grad = finish_gradient(grad.to(acc), coverage(grad, bounds, grad.shape[0]), None, acc)
+        held = [x - begin for x in flatten(hosted)]
+        scale = terms.reduce.scale
+        shards = torch.ops.shardsum.local_adjoint(grad, held, ctx.rows, scale, terms.dtype)
+    else:
+        grads = [g.to(acc) for g in grads] if acc == torch.float64 else grads
+        shards = exchange(grads, terms.adjoint(), ctx.rows, ctx.group)
+        if mean:
+            counts = [
+                coverage(s, [x - begin for x in flatten(terms.sources)], s.shape[0])
+                for s, (begin, _) in zip(shards, hosted)
+            ]
+            shards = [finish_gradient(s, n, terms.reduce.scale, terms.dtype) for s, n in zip(shards, counts)]
+    return shards, *[None] * 12
+
+
+# Parts of its adjoint, as operators: symbolic bounds need not be traced through slices
+
+
+def coverage(like: Tensor, flat: list[int], size: int) -> Tensor:
+    """``(size,)`` int64 on the device of ``like``: how many of the flat intervals cover each position."""
+    return torch.ops.shardsum.coverage(like, flat, size)
+
+
+def _coverage(like: Tensor, flat: list[int], size: int) -> Tensor:
+    count = torch.zeros(size, dtype=torch.int64, device=like.device)
+    for begin, end in pairs(flat):
+        count[max(begin, 0) : max(min(end, size), 0)] += 1
+    return count
+
+
+def _local_adjoint(
+    grad: Tensor, hosted: list[int], rows: list[int], scale: float | None, dtype: torch.dtype
+) -> list[Tensor]:
+    spread = finish_gradient(grad, None, scale, dtype)
+    return _with_rows([spread[b:e].clone() for b, e in pairs(hosted)], rows)
+
+
+def _local_adjoint_fake(
+    grad: Tensor, hosted: list[int], rows: list[int], scale: float | None, dtype: torch.dtype
+) -> list[Tensor]:
+    return [grad.new_empty((n, *grad.shape[1:]), dtype=dtype) for n in rows]
+
+
+for _name, _implementation, _fake in (
+    ("exchange", _exchange, _exchange_fake),
+    ("coverage", _coverage, lambda like, flat, size: like.new_empty((size,), dtype=torch.int64)),
+    ("local_adjoint", _local_adjoint, _local_adjoint_fake),
+):
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardsum::{_name}", _fake, lib=_library)
+torch.library.register_autograd("shardsum::exchange", _backward, setup_context=_setup, lib=_library)

@@ -1,0 +1,45 @@
+"""What a collective moved, and what one would move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .routes import Route
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Bytes of the last collective.
+
+    Attributes:
+        route: the transport taken, and the bytes that every process sends and receives by its plan.
+        sent, received: bytes this process handed to and took from the backend; 0 for peer, whose kernels move rows.
+    """
+
+    route: Route
+    sent: int
+    received: int
+
+    @property
+    def total(self) -> int:
+        """Bytes on all wires together."""
+        return sum(self.route.egress)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would do; ``print`` it."""
+
+    collective: str
+    route: Route
+    virtual_ranks_per_process: float
+
+    def __str__(self) -> str:
+        r = self.route
+        shots = "two-shot" if r.two_shot else "one-shot"
+        return (
+            f"{self.collective} by {r.transport} ({shots}, {r.chunks} chunk{'s' * (r.chunks > 1)}): {r.reason}\n"
+            f"bytes: {sum(r.egress)} in total; busiest process sends {max(r.egress)}, receives {max(r.ingress)}\n"
+            f"each process hosts {self.virtual_ranks_per_process:g} virtual ranks and sends that many rows an element "
+            f"(nothing is summed before it travels: the order of additions is the ranks')"
+        )

@@ -1,0 +1,326 @@
+"""A plan: one collective with everything decided, held by whoever repeats it.
+
+``group.plan(...)`` checks the arguments, compares them with the other processes', chooses the transport and works out
+who sends what to whom. Calling the plan does none of that again. The group's collectives look a plan up, make it if it
+is new, and call it: there is no other road.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..core.checks import needs_grad, overlap
+from ..core.layout import length
+from .arguments import Shards, check_device_lengths, check_out, check_outs, check_rows, hosted_shards, into
+from .autograd import Exchange, _coverage, exchange
+from .executor import Job
+from .explain import Explanation, Stats
+from .handle import Handle, start_on_cpu, start_on_stream
+from .padded import PaddedExchange, PreparedPadded, exchange_padded
+from .terms import Reduce, Terms
+
+if TYPE_CHECKING:
+    from .planner import Planner
+
+_is_compiling = torch.compiler.is_compiling
+
+
+class Plan:
+    """Made by :meth:`shardsum.ShardGroup.plan`; call it with the shards of this process.
+
+    It works in eager code, under autograd, inside ``torch.compile(fullgraph=True)``, and in CUDA graph capture once it
+    has run. It belongs to its group: where that has failed or was closed, a call raises the group's error.
+
+    Attributes:
+        terms: what is computed.
+        bounds: ``(begin, length)`` in global positions of every hosted source.
+
+    Example:
+        >>> group = ShardGroup(3)
+        >>> plan = group.plan("all_reduce", [3, 2, 1], row_shape=(), dtype=torch.float32)
+        >>> plan([torch.tensor([10.0, 11.0, 12.0]), torch.tensor([20.0, 21.0]), torch.tensor([40.0])])
+        tensor([70., 32., 12.])
+    """
+
+    def __init__(self, planner: Planner, terms: Terms) -> None:
+        self.terms, self._planner = terms, planner
+        self.virtual_ranks = planner.virtual_ranks
+        self.device = planner.device
+        layout = planner.executor.layout(terms)
+        rank = planner.rank
+        self.bounds = [(layout.sources[r][0], length(layout.sources[r])) for r in layout.hosted_sources(rank)]
+        self._sinks = [layout.sinks[q] for q in layout.hosted_sinks(rank)]
+        self._single = len(self.bounds) == 1
+        #: Whether processes have agreed on calls without and with a gradient that is a collective.
+        self._agreed = [False, False]
+
+    @cached_property
+    def _prepared(self) -> Any:
+        if self.terms.device_lengths:
+            return PreparedPadded(self._planner.executor, self.terms)
+        return self._planner.executor.prepare(self.terms, self.device.type)
+
+    # Calls
+
+    def __call__(self, shards: Shards, out: Any = None, *, lengths: Tensor | None = None) -> Any:
+        """Run the collective. Collective: all processes call the same plans in the same order.
+
+        Args:
+            shards: one Tensor ``(n, *F)`` a hosted virtual rank, n at least its length (what lies behind is not read):
+                a list in increasing virtual-rank order, one Tensor where this process hosts one virtual rank, or a
+                stacked one ``(k, S_MAX, *F)``.
+            out: receives the result in place of a new tensor; for reduce_scatter and exchange a list with one Tensor a
+                hosted virtual rank (or the Tensor where there is one). Not where a gradient is needed.
+            lengths: for a plan with device lengths only, ``(k,)`` integers on the shards' device.
+
+        Returns:
+            One Tensor for all_reduce and all_gather. Else one a hosted virtual rank: a list, or a Tensor where
+            ``shards`` was one and this process hosts one virtual rank.
+
+        Raises:
+            ValueError: shards, out or lengths do not fit the plan. Raised on every process where it is the first call.
+            RuntimeError: the group has failed, or another process is missing or runs another call.
+        """
+        if _is_compiling():
+            return self._traced(shards, out, lengths)
+        planner = self._planner
+        with planner.calling(self.terms.name):
+            hosted, outs, given = self._check(shards, out, lengths)
+            self._agree(hosted)
+            results = self._apply(hosted, outs, given)
+            return deliver(results, self.terms, out, is_single(shards, planner, self.terms))
+
+    def on_list(self, shards: list[Tensor]) -> list[Tensor]:
+        """A call with one Tensor a hosted source that gives one a hosted sink, whatever the collective's form."""
+        outs = self(shards)
+        return outs if isinstance(outs, list) else [outs]
+
+    def start(self, shards: Shards, out: Any = None, *, lengths: Tensor | None = None) -> Handle:
+        """Begin the collective; ``wait()`` of the handle gives the result. Not with shards that require grad.
+
+        Calls of a group are ordered: the next one begins when this one's transfers have started.
+        """
+        if _is_compiling():
+            result = self._traced(shards, out, lengths)
+            return Handle(lambda: result)
+        planner, terms = self._planner, self.terms
+        with planner.calling(terms.name):
+            hosted, outs, given = self._check(shards, out, lengths)
+            if needs_grad(hosted):
+                raise planner.refuse(terms.name, ValueError("async_op: not possible with shards that require grad"))
+            self._agree(hosted)
+            single = is_single(shards, planner, terms)
+
+            def give(results: list[Tensor]) -> Any:
+                return deliver(results, terms, out, single)
+
+            if hosted[0].is_cuda:
+                tensors = [*hosted, *(outs or []), *([] if given is None else [given])]
+                stream = planner.stream(hosted[0].device)
+                return start_on_stream(stream, tensors, lambda: self._apply(hosted, outs, given), give)
+            if given is not None:
+                results = self._apply(hosted, outs, given)
+                return Handle(lambda: give(results))
+            return start_on_cpu(planner, terms.name, self._begin(hosted, _fillable(outs)), give)
+
+    @cached_property
+    def adjoint(self) -> Plan:
+        """The exchange with inputs and outputs swapped: what backward runs. Of a mean, the sum before its division."""
+        return self.of(self.terms.adjoint())
+
+    def again(self, dtype: torch.dtype) -> Plan:
+        """The same collective with results of ``dtype``, for second derivatives."""
+        reduce = Reduce(self.terms.reduce.op, self.terms.reduce.scale, dtype)
+        changed = {**vars(self.terms), "name": f"second derivative of {self.terms.name}", "reduce": reduce}
+        return self.of(Terms(**changed))
+
+    def of(self, terms: Terms) -> Plan:
+        """The plan of other terms of the same group. Not collective: what this plan agreed on covers it."""
+        return self._planner.derived(terms)
+
+    # What happened and what would happen
+
+    def explain(self) -> Explanation:
+        """Which transport the plan takes and why, with the bytes that it moves."""
+        planner = self._planner
+        return Explanation(self.terms.name, self._prepared.route, planner.num_virtual_ranks / planner.world_size)
+
+    def stats(self) -> Stats:
+        """Bytes of the group's last collective."""
+        return self._planner.stats()
+
+    def __repr__(self) -> str:
+        terms = self.terms
+        return f"Plan({terms.name}, size={terms.size}, row_shape={terms.row_shape}, dtype={terms.dtype})"
+
+    def _traced(self, shards: Shards, out: Any, lengths: Tensor | None) -> Any:
+        planner, terms = self._planner, self.terms
+        hosted = hosted_shards(shards, self._sources(), planner.shard_device, len(terms.row_shape))
+        return deliver(traced(planner, terms, hosted, lengths), terms, out, is_single(shards, planner, terms))
+
+    # Parts of a call
+
+    def run(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """The results of valid rows, without autograd."""
+        return self._begin(shards, outs).result()
+
+    def _begin(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None) -> Job:
+        return self._prepared.start(_movable(shards), outs)
+
+    def run_padded(self, x: Tensor, lengths: Tensor) -> list[Tensor]:
+        """The results of padded shards ``(k, S_MAX, *F)`` with device lengths, then all lengths."""
+        return self._prepared.run(x, lengths)
+
+    def counts(self, device: torch.device) -> list[Tensor]:
+        """How many sources cover each position of every hosted source, int64 on ``device``."""
+        return [self._count(begin, n, device) for begin, n in self.bounds]
+
+    def sink_count(self, device: torch.device) -> Tensor:
+        """How many sources cover each position of a result that every process gets."""
+        return self._count(self.terms.sinks[0][0], length(self.terms.sinks[0]), device)
+
+    def _count(self, begin: int, n: int, device: torch.device) -> Tensor:
+        flat = [bound - begin for interval in self.terms.sources for bound in interval]
+        return _coverage(torch.empty(0, device=device), flat, n)
+
+    def _check(
+        self, shards: Shards, out: Any, lengths: Tensor | None
+    ) -> tuple[list[Tensor], list[Tensor] | None, Tensor | None]:
+        try:
+            hosted = self.take(shards)
+            if (lengths is not None) != self.terms.device_lengths:
+                expected = "device lengths" if self.terms.device_lengths else "no lengths: they are part of the plan"
+                raise ValueError(f"lengths: this plan takes {expected}")
+            if lengths is not None:
+                lengths = check_device_lengths(lengths, hosted)
+            outs = self.take_outs(hosted, out)
+        except Exception as error:
+            raise self._planner.refuse(self.terms.name, error) from error
+        return hosted, outs, lengths
+
+    def take(self, shards: Shards) -> list[Tensor]:
+        """The valid rows of the hosted shards; ValueError where they do not fit."""
+        terms, bounds = self.terms, self.bounds
+        if type(shards) is list and len(shards) == len(bounds):
+            hosted = shards
+        elif self._single and type(shards) is Tensor and shards.dim() == len(terms.row_shape) + 1:
+            hosted = [shards]
+        else:
+            hosted = self._checked(shards)
+        if not self._fit(hosted):
+            hosted = self._checked(hosted)
+        if terms.device_lengths:
+            return hosted
+        return [x if x.shape[0] == n else x[:n] for x, (_, n) in zip(hosted, bounds)]
+
+    def _fit(self, hosted: list[Tensor]) -> bool:
+        """Whether the shards are all that they must be, in one look."""
+        dtype, row_shape = self.terms.dtype, self.terms.row_shape
+        device = self._planner.shard_device
+        for x, (_, n) in zip(hosted, self.bounds):
+            if type(x) is not Tensor or x.dtype is not dtype or x.layout is not torch.strided:
+                return False
+            if x.shape[1:] != row_shape or x.shape[0] < n:
+                return False
+            if x.device != device:
+                if device is not None or self._planner.world_size > 1:
+                    return False
+                device = x.device  # a lone process takes any, all shards on one
+        return True
+
+    def _checked(self, shards: Shards) -> list[Tensor]:
+        hosted = hosted_shards(shards, self._sources(), self._planner.shard_device, len(self.terms.row_shape))
+        check_rows(self.terms, self._sources(), hosted, [n for _, n in self.bounds])
+        return hosted
+
+    def _sources(self) -> Sequence[int]:
+        """The virtual ranks of the hosted sources, or this process where each process has one."""
+        return self.virtual_ranks if self.terms.kinds[0] == "v" else (self._planner.rank,)
+
+    def take_outs(self, hosted: list[Tensor], out: Any) -> list[Tensor] | None:
+        """The tensors that receive the results; ValueError where one cannot."""
+        if out is None:
+            return None
+        outs = check_outs(out, len(self._sinks), self.terms.replicated)
+        for sink, tensor in zip(self._sinks, outs):
+            check_out(tensor, hosted, self.terms.reduce.dtype, length(sink))
+        if any(overlap(a, b) for i, a in enumerate(outs) for b in outs[:i]):
+            raise ValueError("out: two of its Tensors share memory")
+        return outs
+
+    def _agree(self, hosted: list[Tensor]) -> None:
+        """Compare with the other processes where that has not been done for such a call (or always)."""
+        terms, planner = self.terms, self._planner
+        collective_gradient = not terms.local_adjoint and needs_grad(hosted)
+        if planner.always_agrees or not (terms.grad == "adjoint" or self._agreed[collective_gradient]):
+            planner.agree(terms, collective_gradient)
+            self._agreed[collective_gradient] = True
+
+    def mark_agreed(self, collective_gradient: bool) -> None:
+        """Note that the processes have compared such a call in another way."""
+        self._agreed[collective_gradient] = True
+
+    def _apply(self, hosted: list[Tensor], outs: list[Tensor] | None, lengths: Tensor | None) -> list[Tensor]:
+        if lengths is not None:
+            stacked = hosted[0][None] if len(hosted) == 1 else torch.stack(hosted)
+            if needs_grad(hosted):
+                return list(PaddedExchange.apply(self, stacked, lengths)[:-1])
+            return self.run_padded(stacked, lengths)[:-1]
+        if needs_grad(hosted):
+            return list(Exchange.apply(self, *hosted))
+        return self.run(hosted, _fillable(outs))
+
+    def execute(self, shards: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
+        """A call without autograd that gives one result a hosted sink, for the registered operators.
+
+        Args:
+            shards: valid rows or more of every hosted source; with lengths one stacked Tensor ``(k, S_MAX, *F)``.
+        """
+        planner, name = self._planner, self.terms.name
+        with planner.calling(name):
+            hosted = list(shards[0].unbind(0)) if lengths is not None else shards
+            try:
+                rows = self.take(hosted)
+            except Exception as error:
+                raise planner.refuse(name, error) from error
+            self._agree(rows)
+            return self.run(rows) if lengths is None else self.run_padded(shards[0], lengths)
+
+
+def traced(planner: Planner, terms: Terms, hosted: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
+    """The results of a call as torch.compile sees it: those of the registered operator."""
+    if lengths is None:
+        return exchange(hosted, terms, None, planner.name)
+    stacked = hosted[0][None] if len(hosted) == 1 else torch.stack(hosted)
+    return exchange_padded(stacked, lengths, terms, planner.name)[:-1]
+
+
+def is_single(shards: Shards, planner: Planner, terms: Terms) -> bool:
+    """Whether results come as ``shards`` did, as one Tensor."""
+    return len(planner.virtual_ranks) == 1 and isinstance(shards, Tensor) and shards.dim() == len(terms.row_shape) + 1
+
+
+def deliver(results: list[Tensor], terms: Terms, out: Any, single: bool) -> Any:
+    """What a collective returns, from one result a hosted sink."""
+    if out is not None:
+        for tensor, result in zip([out] if isinstance(out, Tensor) else out, results):
+            into(result, tensor)
+        return out
+    return results[0] if terms.replicated or single else results
+
+
+def _movable(shards: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous tensors without lazy signs: bytes travel."""
+    return [s.resolve_conj().resolve_neg().contiguous() for s in shards]
+
+
+def _fillable(outs: list[Tensor] | None) -> list[Tensor] | None:
+    """``outs`` where kernels can write all of them in place."""
+    if outs is None or not all(o.is_contiguous() and not (o.is_neg() or o.is_conj()) for o in outs):
+        return None
+    return outs

@@ -1,0 +1,256 @@
+"""The plans of one group on this process, and what every call of it begins and ends with.
+
+A plan is kept by its terms, which all processes share, so that all keep and forget the same ones: where a plan is new
+to one process it is new to all, and they compare it. A second dictionary leads from the arguments of a call, as the
+user wrote them, to its plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.checks import as_ints, is_count
+from . import autograd
+from .agreement import Agreement, Disagreement
+from .arguments import check_lengths, check_rows, classify_lengths
+from .collectives import Options, Setting, check_options, describe
+from .executor import Executor
+from .explain import Explanation, Stats
+from .plan import Plan
+from .terms import Terms
+
+_MAX_PLANS = 4096
+_names = itertools.count()
+
+
+class Planner:
+    """What the registered operators find by a group's name; :class:`~.group.CollectiveGroup` is its face.
+
+    Args:
+        executor: runs exchanges; knows the owners of the virtual ranks.
+        agreement: compares calls between processes.
+        device: where shards live when there are several processes.
+
+    Attributes:
+        name: what the registered operators know the group by (local to this process).
+        virtual_ranks: hosted here, increasing.
+        shard_device: where shards must live; None for a lone process, which takes any device.
+    """
+
+    def __init__(self, executor: Executor, agreement: Agreement, device: torch.device) -> None:
+        self.executor, self.agreement, self.device = executor, agreement, device
+        self.rank, self.world_size = executor.rank, executor.world_size
+        self.owners, self.num_virtual_ranks = executor.owners, len(executor.owners)
+        self.virtual_ranks = executor.virtual_ranks
+        self.shard_device = None if self.world_size == 1 else device
+        hosted = Counter[int]()
+        self._positions = []
+        for owner in self.owners:
+            self._positions.append((owner, hosted[owner]))
+            hosted[owner] += 1
+        self.most_hosted = max(hosted.values())
+        self.name = f"group{next(_names)}"
+        self._plans: dict[Terms, Plan] = {}
+        self.by_arguments: dict[Hashable, Plan] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.setting = partial(Setting, self.num_virtual_ranks, self.world_size)
+        executor.call_number = lambda: agreement.call
+        autograd.groups[self.name] = self
+
+    def position(self, virtual_rank: int) -> tuple[int, int]:
+        """A virtual rank's process, and its index among that process's shards."""
+        if not is_count(virtual_rank) or not virtual_rank < self.num_virtual_ranks:
+            raise ValueError(f"virtual_rank: {virtual_rank!r} is none of the {self.num_virtual_ranks} virtual ranks")
+        return self._positions[virtual_rank]
+
+    def hosted(self, of: Sequence[Any], kind: str) -> list[Any]:
+        """What belongs to this process among one item per virtual rank ("v") or per process ("p")."""
+        return [of[v] for v in self.virtual_ranks] if kind == "v" else [of[self.rank]]
+
+    def stats(self) -> Stats:
+        """Bytes of the last collective."""
+        executor = self.executor
+        if executor.last is None:
+            raise RuntimeError("stats: no collective has run in this group")
+        traffic = executor.wire.traffic if executor.wire is not None else None
+        return Stats(executor.last, traffic.sent if traffic else 0, traffic.received if traffic else 0)
+
+    # What a call begins and ends with
+
+    def calling(self, name: str) -> Calling:
+        """``with planner.calling(name):`` around all that a call does."""
+        return Calling(self, name)
+
+    def enter(self, name: str) -> None:
+        """Begin a call. RuntimeError when the group has failed, or when what an earlier call left open does now."""
+        self.agreement.begin()
+        try:
+            self.close_open_call()  # before this process waits for another in this call: it may wait in that one
+        except BaseException as error:
+            self.fail(name, error)
+            raise
+
+    def leave(self) -> None:
+        """End a call."""
+
+    def close_open_call(self) -> None:
+        """Complete the call whose transfers have not all started, if there is one."""
+        if self.executor.wire is not None:
+            self.executor.wire.close()
+
+    def refuse(self, name: str, error: Exception, counted: bool = False) -> Exception:
+        """State this process's own bad input to the others; returns what to raise."""
+        if isinstance(error, Disagreement) or self.agreement.failed is not None:
+            return error
+        return self.agreement.refuse(name, error, counted)
+
+    def fail(self, name: str, error: BaseException) -> None:
+        """End the group over an error amid a call, before it is raised. (Bad input is none: nothing has moved.)
+
+        Raises:
+            RuntimeError: a transfer's error, with the names of who is missing.
+        """
+        if not isinstance(error, RuntimeError):
+            self.agreement.leave(name, error)  # the next call would meet what the others still send of this one
+            return
+        if self.world_size == 1 or self.agreement.failed is not None:  # its own, or explained already
+            raise error
+        raise self.agreement.explain(name, self._what_peers_know(error)) from error
+
+    def _what_peers_know(self, error: RuntimeError) -> RuntimeError:
+        if self.executor.peers is not None:
+            try:
+                self.executor.peers.check()
+            except RuntimeError as known:
+                return known
+        return error
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """What asynchronous calls run on."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    @property
+    def always_agrees(self) -> bool:
+        """Whether the next call is compared even where its plan has been."""
+        return self.world_size > 1 and (self.agreement.check == "always" or self.agreement.wary)
+
+    def agree(self, terms: Terms, collective_gradient: bool) -> None:
+        """Compare a call with the other processes'."""
+        signature = terms.signature()
+        if not terms.local_adjoint:
+            signature["requires grad"] = collective_gradient  # all take part in the backward, or none
+        self.agreement.agree(terms.name, signature)
+
+    # Plans
+
+    def plan(
+        self, name: str, lengths: Any, options: Mapping[str, Any], row_shape: Sequence[int], dtype: torch.dtype
+    ) -> Plan:
+        """What ``group.plan`` returns; ``lengths`` are R ints, or S_MAX where they are on the device."""
+        with self.calling(name):
+            try:
+                checked = check_options(name, options)
+                setting = self.setting(tuple(row_shape), dtype)
+                if name != "exchange" and not isinstance(lengths, int):
+                    _, lengths = classify_lengths(lengths, self.num_virtual_ranks, (), self.device)
+                    if lengths is None:
+                        raise ValueError("lengths: a plan takes R ints, or s_max where lengths are on the device")
+                terms = describe(name, setting, lengths, checked)
+                self.check_values(terms)
+            except Exception as error:
+                raise self.refuse(name, error) from error
+            found = self._plans.get(terms)
+            if found is None:
+                self.agree(terms, False)
+                found = self.keep(terms)
+                found.mark_agreed(False)
+            return found
+
+    def explain(
+        self, name: str, lengths: Any, options: Options, row_shape: Sequence[int], dtype: torch.dtype
+    ) -> Explanation:
+        """What ``group.explain`` returns. Not collective."""
+        values = as_ints("lengths", lengths, self.num_virtual_ranks)
+        terms = describe(name, self.setting(tuple(row_shape), dtype), values, options)
+        self.check_values(terms)
+        return Plan(self, terms).explain()
+
+    def find(self, terms: Terms) -> Plan | None:
+        """The plan of such terms, where there is one."""
+        return self._plans.get(terms)
+
+    def derived(self, terms: Terms) -> Plan:
+        """The plan of an adjoint. Not collective."""
+        return self.find(terms) or self.keep(terms)
+
+    def check_values(self, terms: Terms) -> None:
+        """What is common to all processes and could not be checked while it was a symbol."""
+        if terms.device_lengths:
+            if self.world_size > 1 and self.executor.router.transport == "all_to_all":
+                raise ValueError('lengths: transport "all_to_all" cannot take device lengths; use "gather" or ints')
+        elif terms.name in ("all_reduce", "reduce_scatter"):
+            check_lengths([end - begin for begin, end in terms.sources], (), (), terms.size)
+        for name, intervals in (("in_intervals", terms.sources), ("out_intervals", terms.sinks)):
+            for r, (begin, end) in enumerate(intervals):
+                if terms.name == "exchange" and not 0 <= begin <= end <= terms.size:
+                    fits = f"0 <= begin <= end <= size {terms.size}"
+                    raise ValueError(f"{name}: virtual rank {r} has ({begin}, {end}), expected {fits}")
+                if terms.name == "all_gather" and end < begin:
+                    raise ValueError(f"lengths: virtual rank {r} has {end - begin}, a length is at least 0")
+
+    def keep(self, terms: Terms) -> Plan:
+        if len(self._plans) >= _MAX_PLANS:  # on all processes at once: they have kept the same
+            self._plans.clear()
+            self.by_arguments.clear()
+        plan = self._plans[terms] = Plan(self, terms)
+        return plan
+
+    @torch.no_grad()
+    def run_registered(self, terms: Terms, shards: list[Tensor], lengths: Tensor | None = None) -> list[Tensor]:
+        """What the registered operators do when they run: the plan's results, one a hosted sink."""
+        plan = self._plans.get(terms)
+        if plan is None and terms.grad == "adjoint":
+            plan = self.keep(terms)
+        elif plan is None:
+            plan = self._from_registered(terms, shards)
+        return plan.execute(shards, lengths)
+
+    def _from_registered(self, terms: Terms, shards: list[Tensor]) -> Plan:
+        with self.calling(terms.name):
+            try:
+                self.check_values(terms)
+                if not terms.device_lengths:
+                    held = [end - begin for begin, end in self.hosted(terms.sources, terms.kinds[0])]
+                    check_rows(terms, self.virtual_ranks, shards, held)
+            except Exception as error:
+                raise self.refuse(terms.name, error) from error
+            self.agree(terms, False)
+            plan = self.keep(terms)
+            plan.mark_agreed(False)
+            return plan
+
+
+class Calling:
+    """The scope of one call. An error that is no ValueError ends the group: others may be in the middle of it."""
+
+    def __init__(self, planner: Planner, name: str) -> None:
+        self._planner, self._name = planner, name
+
+    def __enter__(self) -> None:
+        self._planner.enter(self._name)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        try:
+            if error is not None and not isinstance(error, ValueError):
+                self._planner.fail(self._name, error)
+        finally:
+            self._planner.leave()
