@@ -6,74 +6,74 @@ other's send first would never end: all that a process sends and receives in one
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from . import departures
-from .wire import Wire, as_bytes
+from .wire import Wire
+
+_MOST_SENDS = 64  # that nobody has waited for
 
 
 @dataclass
 class Transfer:
-    """One send or receive; ``work`` is there once it has started."""
+    """One send or receive; ``handle`` is the wire's once it has started."""
 
     tensor: Tensor
-    work: dist.Work | None = None
+    peer: int
+    number: int
+    handle: Any = None
 
 
 class Links:
-    """Starts transfers, counts their bytes, waits for them.
+    """Starts transfers and waits for them.
 
     Args:
-        wire: the process group, its timeout and what counts bytes.
+        wire: what moves the bytes, and counts them.
         batched: transfers start at :meth:`flush`, together (NCCL).
     """
 
     def __init__(self, wire: Wire, batched: bool) -> None:
         self.wire, self.batched = wire, batched
-        self._queue: list[tuple[Transfer, dist.P2POp]] = []
-        self._open: list[Transfer] = []
+        self._queued: tuple[list[Transfer], list[Transfer]] = [], []  # sends, receives
+        self._sent: deque[Transfer] = deque()
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
-        """Start sending a contiguous tensor; it stays as it is until :meth:`finish`."""
-        self.wire.traffic.sent += tensor.numel() * tensor.element_size()
-        self._start(dist.isend, tensor, peer, tag)
-
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
-        """Start receiving into a contiguous tensor."""
-        self.wire.traffic.received += tensor.numel() * tensor.element_size()
-        return self._start(dist.irecv, tensor, peer, tag)
-
-    def _start(self, op, tensor: Tensor, peer: int, tag: int) -> Transfer:  # type: ignore[no-untyped-def]
-        data, group = as_bytes(tensor), self.wire.group
-        transfer = Transfer(data)
+    def send(self, tensor: Tensor, peer: int, number: int) -> None:
+        """Send a contiguous tensor, which stays as it is until :meth:`finish`."""
+        transfer = Transfer(tensor, peer, number)
+        self._sent.append(transfer)
         if self.batched:
-            self._queue.append((transfer, dist.P2POp(op, data, group=group, tag=tag, group_peer=peer)))
+            self._queued[0].append(transfer)
+            return
+        transfer.handle = self.wire.send(tensor, peer, number)
+        if len(self._sent) > _MOST_SENDS:
+            self.wait(self._sent.popleft())
+
+    def receive(self, tensor: Tensor, peer: int, number: int) -> Transfer:
+        """Receive into a contiguous tensor what ``peer`` sends under the same number."""
+        transfer = Transfer(tensor, peer, number)
+        if self.batched:
+            self._queued[1].append(transfer)
         else:
-            departures.note(data)
-            name = "group_dst" if op is dist.isend else "group_src"
-            transfer.work = op(data, group=group, tag=tag, **{name: peer})
-        self._open.append(transfer)
+            transfer.handle = self.wire.recv(tensor, peer, number)
         return transfer
 
     def flush(self) -> None:
         """Start what is queued, as one batch."""
-        if self._queue:
-            works = dist.batch_isend_irecv([op for _, op in self._queue])
-            for i, (transfer, _) in enumerate(self._queue):
-                transfer.work = works[min(i, len(works) - 1)]  # NCCL gives one work for all
-            self._queue = []
+        sends, receives = self._queued
+        if sends or receives:
+            parts = [[(t.tensor, t.peer, t.number) for t in side] for side in (sends, receives)]
+            for transfer, handle in zip((*sends, *receives), self.wire.batch(*parts)):
+                transfer.handle = handle
+            self._queued = [], []
 
     def wait(self, transfer: Transfer) -> None:
         """Until it is done: the host on gloo, at most the timeout; the current stream on CUDA."""
-        if transfer.work is not None:
-            self.wire.wait(transfer.work, transfer.tensor.device)
-            transfer.work = None
+        self.wire.wait(transfer.handle, transfer.tensor.device)
 
     def finish(self) -> None:
-        """Wait for all that are left."""
-        for transfer in self._open:
-            self.wait(transfer)
-        self._open = []
+        """Wait for what has been sent."""
+        while self._sent:
+            self.wait(self._sent.popleft())

@@ -83,6 +83,11 @@ class TaggedWire(Wire):
         tag = self._tags + _CHUNKS + chunk & _TAGS
         return self._under_way([self.group.recv([data], peer, tag)] if data.numel() else [])
 
+    def batch(
+        self, sends: Sequence[tuple[Tensor, int, int]], receives: Sequence[tuple[Tensor, int, int]]
+    ) -> Sequence[Any]:
+        return [*(self.send(*transfer) for transfer in sends), *(self.recv(*transfer) for transfer in receives)]
+
     def fail(self, error: BaseException) -> None:
         """Refuse all further exchanges of this wire, and close its connections: the others, who may wait for what will
         not come, get an error at once."""

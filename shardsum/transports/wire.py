@@ -144,6 +144,22 @@ class Wire:
         departures.note(data)
         return dist.irecv(data, group=self.group, group_src=peer)
 
+    def batch(
+        self, sends: Sequence[tuple[Tensor, int, int]], receives: Sequence[tuple[Tensor, int, int]]
+    ) -> Sequence[Any]:
+        """Start :meth:`send` and :meth:`recv` of ``(tensor, peer, chunk)`` as one batch, which waits for no other.
+
+        Returns:
+            What :meth:`wait` takes, one for each of ``sends``, then of ``receives``.
+        """
+        operations = []
+        for op, transfers in ((dist.isend, sends), (dist.irecv, receives)):
+            for x, peer, _ in transfers:
+                self.count(x.numel() * x.element_size(), op is dist.isend, op is dist.irecv)
+                operations.append(dist.P2POp(op, as_bytes(x), group=self.group, group_peer=peer))
+        works = dist.batch_isend_irecv(operations)
+        return [works[min(i, len(works) - 1)] for i in range(len(operations))]  # NCCL has one for all
+
     def count(self, size: int, sent: int, received: int) -> None:
         self.traffic.sent += size * sent
         self.traffic.received += size * received

@@ -8,13 +8,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from shardsum.core import bits, reference
 from shardsum.core.layout import ExchangePlan, length, owners_of
 from shardsum.core.numerics import accumulator_dtype, resolve_out_dtype
 from shardsum.group.executor import Reduce
 from shardsum.native import loader as native
-from shardsum.transports import Wire, carry
+from shardsum.transports import TaggedWire, carry, stamp
 from shardsum.transports.carry_plan import ACCUMULATORS, RESULTS, ROWS, CarryPlan
 from tests.processes import run_processes
 from tests.values import FLOATS, INTEGERS, random_values
@@ -66,7 +67,8 @@ def problem(seed: int, world: int) -> tuple[CarryPlan, torch.dtype, Reduce, tupl
 def sums(rank: int, world: int, seeds: list[int]) -> list[str]:
     """The problems whose results differ from the definition."""
     native.load()
-    wire, wrong = Wire(dist.group.WORLD, timedelta(seconds=30)), []
+    store, limit = dist.PrefixStore("carry", _get_default_store()), timedelta(seconds=30)
+    wire, wrong = TaggedWire(dist.ProcessGroupGloo(store, rank, world, limit), limit), []
     for seed in seeds:
         plan, dtype, reduce, features = problem(seed, world)
         exchange = plan.plan
@@ -77,6 +79,7 @@ def sums(rank: int, world: int, seeds: list[int]) -> list[str]:
         mine = [shards[r] for r in exchange.hosted_sources(rank)]
         hosted = exchange.hosted_sinks(rank)
         outs = [torch.full_like(want[q], 77) for q in hosted]
+        wire.begin(stamp("sum", {"problem": seed}), seed)
         wire.traffic.sent = wire.traffic.received = 0
         batched = plan.lag == 2 and seed % 2 == 1  # as on NCCL
         for _ in carry.run(carry.schedule(plan, rank), mine or [shards[0][:0]], outs, reduce, wire, batched):
