@@ -34,6 +34,7 @@ from shardsum.core import bits, reference
 from shardsum.core.layout import ExchangePlan, Interval, intervals_of, split_evenly
 from shardsum.local import kernels
 from shardsum.native import loader as native
+from shardsum.transports.peer.operators import peer_call
 from shardsum.transports.peer.transport import PeerTransport, Tuning
 
 WIDTH = 512  # bf16 elements a position: 1 KiB
@@ -136,11 +137,8 @@ class Bench:
             self.world_size,
         )  # fmt: skip
         call = self.peer.prepare(plan, WIDTH, torch.bfloat16, torch.bfloat16, two_shot=two_shot)
-        copies = 1 if variant == "zero-copy" else 3
+        copies = 3
         mine = [self.shard(lengths[self.rank], self.rank, s) for s in range(copies)]
-        if variant == "zero-copy":
-            place = self.zero_copy[: lengths[self.rank] * WIDTH].view(-1, WIDTH)
-            mine = [place.copy_(mine[0])]
         outs = [torch.empty((positions, WIDTH), dtype=torch.bfloat16, device=self.device) for _ in range(copies)]
         bounds = (0, lengths[self.rank])
         wrong = "0"
@@ -154,8 +152,8 @@ class Bench:
         moved = (self.world_size - 1) * row_bytes
         if call.shape.two_shot:
             moved = 2 * (self.world_size - 1) * row_bytes // self.world_size  # zeros do not travel
-        launch = call.bound(bounds, outs[0], mine[0])
-        run = lambda i: launch(outs[i % copies], mine[i % copies], None)  # noqa: E731
+        bound = call.bind(bounds, (WIDTH,))
+        run = lambda i: peer_call(outs[i % copies], mine[i % copies], bound)  # noqa: E731
         self.add(size, profile, f"peer {variant}", run, moved, wrong, host)
 
     # Theirs
@@ -293,7 +291,6 @@ class Bench:
 
     def run(self) -> float:
         most = max(self.sizes)
-        self.zero_copy = self.peer.empty((most // 2,), torch.bfloat16)
         self.torch_buffer = symmetric.empty(most // 2, dtype=torch.bfloat16, device=self.device)
         symmetric.rendezvous(self.torch_buffer, dist.group.WORLD)
         rate = self.load_rate()
@@ -308,11 +305,8 @@ class Bench:
                     self.ours(size, profile, lengths, "pushed", None, host)
                 elif self.peer.layout.streams:
                     self.ours(size, profile, lengths, "streamed", None, host)
-                    if profile == "1.0":
-                        self.ours(size, profile, lengths, "zero-copy", None, False)
                 elif self.world_size == 2:
                     self.ours(size, profile, lengths, "read", None, host)
-                    self.ours(size, profile, lengths, "zero-copy", None, False)
                 if self.world_size > 2:
                     self.ours(size, profile, lengths, "one-shot", False, False)
                     self.ours(size, profile, lengths, "two-shot", True, host)
@@ -324,7 +318,6 @@ class Bench:
 
     def sweep(self) -> None:
         """Times of ours over launch shapes."""
-        self.zero_copy = self.peer.empty((max(self.sizes) // 2,), torch.bfloat16)
         for size in self.sizes:
             lengths = [size // (2 * WIDTH)] * self.world_size
             writes = self.peer.layout.writes or self.world_size > 2

@@ -5,7 +5,7 @@
 //   ... -DTRACE: also the cycles from the start of a block to the points of the kernel (block 0, mean over launches)
 //
 // bf16, R = G = 2, CUDA graphs of many calls over rotating buffers, the slower GPU; every variant is verified. Options:
-// way (copy: read by the peer after copying in; zero: without; push; write; read, store: plain loads from or stores to
+// way (copy: read by the peer after copying in; push; write; read, store: plain loads from or stores to
 // the peer, the link's own rate; empty: a kernel that does nothing), bytes, threads, blocks, columns (vectors a lane),
 // stretches (a tile), tiles (a piece, 0: all), producers (of push: 0 pushes, then sums), overlap (of launches), first,
 // second (percent of positions that each process holds).
@@ -35,10 +35,11 @@ __device__ inline void trace(int point) {
 #include <string>
 #include <vector>
 
-#include "../../csrc/peer/peer.cu"
-#include "../../csrc/peer/peer_push.cu"
-#include "../../csrc/peer/peer_stream.cu"
-#include "../../csrc/peer/peer_two_shot.cu"
+#include "../../csrc/peer/enqueue.cu"
+#include "../../csrc/peer/one_shot.cu"
+#include "../../csrc/peer/push.cu"
+#include "../../csrc/peer/stream.cu"
+#include "../../csrc/peer/two_shot.cu"
 
 #define CHECK(call)                                                                         \
   do {                                                                                      \
@@ -61,7 +62,6 @@ struct Process {
   char *block, *input, *output;
   PeerControl* control;
   PeerFailure* failure;
-  char** buffers;
 };
 
 struct Variant {
@@ -128,11 +128,8 @@ std::vector<Process> make() {
     std::memset(p.failure, 0, sizeof(PeerFailure));
     all.push_back(p);
   }
-  const char* table[2] = {all[0].input, all[1].input};
   for (Process& p : all) {
     CHECK(cudaSetDevice(p.device));
-    CHECK(cudaMalloc(&p.buffers, sizeof(table)));
-    CHECK(cudaMemcpy(p.buffers, table, sizeof(table), cudaMemcpyHostToDevice));
     CHECK(cudaDeviceSynchronize());
   }
   return all;
@@ -146,7 +143,7 @@ PeerCall describe_call(const std::vector<Process>& all, int g, const Variant& v,
   c.in_dtype = c.out_dtype = DType::kBFloat16, c.in_bytes = c.out_bytes = 2;
   c.size = v.bytes / 2, c.width = 1;
   c.chunk_end = c.size;
-  const bool push = v.is("push"), zero = v.is("zero");
+  const bool push = v.is("push");
   c.warp_columns = push ? 4 : v.columns, c.stretches_per_tile = push ? 1 : v.stretches;
   c.stretch_elements = c.warp_columns * 32 * 8;
   c.tile_elements = c.stretch_elements * c.stretches_per_tile;
@@ -157,12 +154,11 @@ PeerCall describe_call(const std::vector<Process>& all, int g, const Variant& v,
   for (int q = 0; q < 2; ++q) c.base[q] = all[q].block, c.owner[q] = c.slot[q] = uint8_t(q), c.need_end[q] = uint32_t(c.size);
   c.stages_at = stages_at(), c.abort_at = abort_at(), c.staging_at = push ? inbox_at() : staging_at();
   c.row_bytes = kMost + 256, c.staging_bytes = 2 * c.row_bytes;
-  c.control = p.control, c.failure = p.failure, c.buffers = p.buffers, c.timeout_ns = 2'000'000'000;
-  c.stages = !zero, c.push = push, c.overlaps = v.overlap != 0;
+  c.control = p.control, c.failure = p.failure, c.timeout_ns = 2'000'000'000;
+  c.push = push, c.overlaps = v.overlap != 0;
   PeerSource& s = c.sources[0];
   s.data = p.input + buffer * kMost;
-  s.rank = g, s.length = s.capacity = v.length(g), s.buffer = zero;
-  s.offset = uint32_t(buffer * kMost / 16);
+  s.rank = g, s.length = s.capacity = v.length(g);
   c.outputs[0] = {p.output + buffer * kMost, 0, uint32_t(c.size)};
   return c;
 }

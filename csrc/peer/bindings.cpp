@@ -59,41 +59,18 @@ Plan read_whole_plan(const TensorView& tensor) {
   return plan;
 }
 
-// The symmetric buffer that the row lies in, where peers can read it in whole vectors.
-void find_buffer(const PeerCall& c, const PeerHost& host, PeerSource& s) {
-  s.buffer = s.offset = 0;
-  const auto address = reinterpret_cast<int64_t>(s.data);
-  const int64_t position = c.width * c.in_bytes, begin = s.start * position;
-  const int64_t last = static_cast<int64_t>(s.start) + s.length, end = (last < c.size ? last : c.size) * position;
-  const bool whole = c.device_lengths ? (address | position) % 16 == 0 : (address | begin | end) % 16 == 0;
-  for (int64_t i = 0; whole && i < host.num_buffers; ++i) {
-    const auto& buffer = host.buffers[i];
-    if (address < buffer.begin || address + s.capacity * position > buffer.end) continue;
-    if ((address - buffer.begin) / 16 > int64_t{0xffffffff}) continue;
-    s.buffer = static_cast<uint32_t>(i + 1);
-    s.offset = static_cast<uint32_t>((address - buffer.begin) / 16);
-  }
-}
-
-void place_source(PeerCall& c, const PeerHost& host, PeerSource& s, const void* data, int64_t positions) {
-  s.data = data;
-  s.capacity = static_cast<uint32_t>(positions);
-  find_buffer(c, host, s);
-  c.stages |= s.buffer == 0;
-}
-
 int64_t bytes_from(const TensorView& tensor, int64_t leading) {
   return tensor.width(leading) * static_cast<int64_t>(aoti_torch_dtype_element_size(tensor.dtype_code()));
 }
 
-void set_source(PeerCall& c, const PeerHost& host, int i, const TensorView& shard, int64_t start, int64_t length) {
+void set_source(PeerCall& c, int i, const TensorView& shard, int64_t start, int64_t length) {
   PeerSource& s = c.sources[i];
   STD_TORCH_CHECK(shard.dim() >= 1 && shard.is_contiguous() && bytes_from(shard, 1) == c.width * c.in_bytes,
                   "shardsum: shard ", i, " does not fit the plan");
   STD_TORCH_CHECK(start >= 0 && length >= 0 && length <= shard.size(0), "shardsum: bounds of shard ", i);
   s.start = static_cast<uint32_t>(start);
   s.length = static_cast<uint32_t>(length);
-  place_source(c, host, s, shard.data(), shard.size(0));
+  s.data = shard.data(), s.capacity = static_cast<uint32_t>(shard.size(0));
 }
 
 void set_output(PeerCall& c, int q, const TensorView& out) {
@@ -228,8 +205,9 @@ void launch(BoundPlan& b, const TensorView& out, const TensorView& shard) {
   const bool dead = c.failure->kind != 0;
   if (dead && b.state != nullptr) *b.state |= kStateFailed;
   check_alive(c);
-  c.stages = false;
-  place_source(c, *b.plan.host, c.sources[0], data, shard.size(0));
+  c.sources[0].data = data, c.sources[0].capacity = static_cast<uint32_t>(shard.size(0));
+  const int64_t number = b.state == nullptr ? 0 : (*b.state + 1) & kStateNumber;
+  c.number = static_cast<uint32_t>(number);
   bool launched = false;
   try {
     enqueue(b.plan, static_cast<int32_t>(b.device), launched);
@@ -237,7 +215,7 @@ void launch(BoundPlan& b, const TensorView& out, const TensorView& shard) {
     if (launched && b.state != nullptr) *b.state |= kStateFailed;
     throw;
   }
-  if (b.state != nullptr) *b.state = (*b.state & ~kStateNumber) | ((*b.state + 1) & kStateNumber);
+  if (b.state != nullptr) *b.state = (*b.state & ~kStateNumber) | number;
 }
 
 // peer_call(Tensor(a!) out, Tensor shard, Tensor plan) -> ()
@@ -277,7 +255,7 @@ const void* device_bounds(const std::optional<TensorArg>& values, PeerCall& c) {
   return view.data();
 }
 
-// peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, Tensor plan)
+// peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, int number, Tensor plan)
 // bounds: start and length of each shard; ignored where lengths is given (starts: None means 0, else lengths' dtype).
 void peer_run(StableIValue* stack, uint64_t, uint64_t) {
   TensorListArg outs(stack[0]), shards(stack[1]);
@@ -285,16 +263,17 @@ void peer_run(StableIValue* stack, uint64_t, uint64_t) {
   std::optional<TensorArg> starts, lengths;
   if (const auto handle = take_optional(stack[3])) starts.emplace(*handle);
   if (const auto handle = take_optional(stack[4])) lengths.emplace(*handle);
-  const TensorArg tensor(stack[5]);
+  const TensorArg tensor(stack[6]);
   Plan plan = read_whole_plan(tensor.view());
   PeerCall& c = plan.call;
+  c.number = static_cast<uint32_t>(torch::stable::detail::to<int64_t>(stack[5]));
   STD_TORCH_CHECK(shards.size() == c.num_sources && outs.size() == c.num_outputs, "shardsum: the plan has other rows");
   c.device_starts = device_bounds(starts, c);
   c.device_lengths = device_bounds(lengths, c);
   STD_TORCH_CHECK(c.device_lengths || bounds.size() == 2 * c.num_sources, "shardsum: start and length of each shard");
   for (int i = 0; i < c.num_sources; ++i) {
     const bool on_device = c.device_lengths != nullptr;
-    set_source(c, *plan.host, i, shards[i], on_device ? 0 : bounds[2 * i], on_device ? 0 : bounds[2 * i + 1]);
+    set_source(c, i, shards[i], on_device ? 0 : bounds[2 * i], on_device ? 0 : bounds[2 * i + 1]);
   }
   for (int q = 0; q < c.num_outputs; ++q) set_output(c, q, outs[q]);
   check_alive(c);
@@ -329,7 +308,6 @@ extern "C" __attribute__((visibility("default"), used)) int64_t shardsum_peer_co
       {"plan_version", kPlanVersion},
       {"max_ranks", kPeerMaxRanks},
       {"max_hosted", kPeerMaxHosted},
-      {"max_buffers", kPeerMaxBuffers},
       {"max_row_dims", kMaxRowDims},
       {"state_failed", kStateFailed},
       {"state_wary", kStateWary},

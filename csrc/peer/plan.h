@@ -1,11 +1,11 @@
 // A call over peer memory as Python describes it: words of 64 bits, in the order in which `read_plan` takes them. They
 // say everything about the call but its tensors and the bounds of its rows.
 #pragma once
-#include "peer.h"
+#include "call.h"
 
 namespace shardsum {
 
-constexpr int64_t kPlanVersion = 4;
+constexpr int64_t kPlanVersion = 5;
 
 struct Plan {
   PeerCall call{};
@@ -44,7 +44,7 @@ template <class Words>
 void read_memory(Words& w, PeerCall& c) {
   w.take(c.stages_at), w.take(c.abort_at), w.take(c.staging_at), w.take(c.reduced_at);
   w.take(c.staging_bytes), w.take(c.row_bytes), w.take(c.reduced_bytes);
-  w.take_pointer(c.control), w.take_pointer(c.failure), w.take_pointer(c.buffers);
+  w.take_pointer(c.control), w.take_pointer(c.failure);
   w.take(c.timeout_ns);
 }
 
@@ -70,6 +70,7 @@ Plan read_plan(Words& w) {
   w.take(plan.warm);
   w.take_pointer(plan.host);
   w.take(plan.chunk_elements);
+  w.take(plan.call.signature);
   read_shape(w, plan.call);
   read_tiles(w, plan.call);
   read_memory(w, plan.call);

@@ -38,7 +38,7 @@ def prepared(num_rows: int = 1) -> PreparedCall:
     layout = MemoryLayout(2 * num_rows, 2, 128, num_rows, 1 << 20, 1 << 16, True, True)
     owner = SimpleNamespace(
         rank=0, world_size=2, layout=layout, tuning=Tuning(), timeout=1.0, device=torch.device("cpu"), _host=nothing,
-        _control=nothing, _failure=nothing, _table=nothing, _memory=SimpleNamespace(addresses=[0, 0]),
+        _control=nothing, _failure=nothing, _memory=SimpleNamespace(addresses=[0, 0]),
     )  # fmt: skip
     owners = tuple(g for g in range(2) for _ in range(num_rows))
     plan = ExchangePlan(((0, LENGTH),) * len(owners), owners, ((0, SIZE),) * 2, (0, 1), 2)

@@ -109,7 +109,7 @@ def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
 @settings(deadline=None, max_examples=200)
 @given(messages())
 def test_written_parts_lie_side_by_side_in_their_slot(case: tuple) -> None:
-    """The addresses of csrc/peer/peer_parts.cuh: `slot_origin` + `tile_shift` + an element, from the slot's begin."""
+    """The addresses of csrc/peer/parts.cuh: `slot_origin` + `tile_shift` + an element, from the slot's begin."""
     m, layout, tuning, _ = case
     total, world_size = m.size * m.width, layout.world_size
     assume(total and m.replicated and not m.move)
@@ -326,7 +326,7 @@ def test_a_row_that_starts_behind_the_result_holds_nothing(tmp_path: Path) -> No
     csrc = Path(peer.__file__).parents[3] / "csrc"
     (tmp_path / "main.cu").write_text(
         """
-        #include "peer/peer_rows.cuh"
+        #include "peer/rows.cuh"
         #include <cstdio>
         int main() {
           static shardsum::PeerCall c{};
@@ -358,7 +358,6 @@ class RandomCalls:
     def __init__(self, transport: PeerTransport, seed: int) -> None:
         self.t, self.random = transport, random.Random(seed)
         self.ranks = len(transport.owners)
-        self.buffers = [transport.empty((1 << 16,), torch.uint8) for r in range(self.ranks)]
 
     def run(self) -> None:
         pick = self.random
@@ -389,7 +388,7 @@ class RandomCalls:
                 s.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[s.itemsize])[
                     torch.rand(s.shape, generator=torch.Generator().manual_seed(size)) < 0.2
                 ] = -1
-        self._call(plan, shards, dtype, out_dtype, op, scale, on_device, pick.random() < 0.3, pick.randrange(4))
+        self._call(plan, shards, dtype, out_dtype, op, scale, on_device, pick.randrange(4))
 
     def _interval(self, size: int) -> tuple[int, int]:
         a, b = sorted(self.random.randrange(size + 1) for _ in range(2))
@@ -397,10 +396,10 @@ class RandomCalls:
 
     def _call(
         self, plan: ExchangePlan, shards: list[torch.Tensor], dtype: torch.dtype, out_dtype: torch.dtype, op: str,
-        scale: float | None, on_device: bool, in_place: bool, shift: int,
+        scale: float | None, on_device: bool, shift: int,
     ) -> None:  # fmt: skip
         t, hosted, width = self.t, plan.hosted_sources(self.t.rank), shards[0].shape[1]
-        mine = [self._place(r, shards[r], in_place, shift) for r in hosted]
+        mine = [self._place(shards[r], shift) for r in hosted]
         sinks = plan.hosted_sinks(t.rank)
         flat = [torch.empty(length(plan.sinks[q]) * width + shift, dtype=out_dtype, device=t.device) for q in sinks]
         outs = [x[shift:].view(-1, width) for x in flat]
@@ -412,10 +411,7 @@ class RandomCalls:
         for q, out in zip(sinks, outs):
             assert_same(out.cpu(), self._expected(plan, shards, plan.sinks[q], out_dtype, op, scale))
 
-    def _place(self, rank: int, shard: torch.Tensor, in_place: bool, shift: int) -> torch.Tensor:
-        if in_place and shard.numel() * shard.itemsize <= self.buffers[rank].numel():
-            view = self.buffers[rank][: shard.numel() * shard.itemsize].view(shard.dtype).view(shard.shape)
-            return view.copy_(shard)
+    def _place(self, shard: torch.Tensor, shift: int) -> torch.Tensor:
         moved = torch.empty(shard.numel() + shift, dtype=shard.dtype, device=self.t.device)
         return moved[shift:].view(shard.shape).copy_(shard)
 
@@ -540,11 +536,11 @@ def test_a_thousand_graph_replays_follow_device_lengths() -> None:
 
 
 def _streams(rank: int, world_size: int) -> None:
-    """Calls from changing streams come one after another, and after a zero-copy call its buffer may be rewritten."""
+    """Calls from changing streams come one after another, and after a call its input may be rewritten."""
     t = open_transport(rank, world_size)
     n = 1 << 18
     plan = ExchangePlan(((0, n),) * world_size, t.owners, ((0, n),) * world_size, t.owners, world_size)
-    x, streams = t.empty((n,), torch.float32), [torch.cuda.Stream() for _ in range(3)]
+    x, streams = torch.empty(n, device=t.device), [torch.cuda.Stream() for _ in range(3)]
     outs = [torch.empty(n, device=t.device) for _ in range(30)]
     x.zero_()
     torch.cuda.synchronize()
@@ -555,7 +551,7 @@ def _streams(rank: int, world_size: int) -> None:
             torch.cuda._sleep(20000 * (i % 2 == rank % 2))
             x.fill_(i + rank)
             t.exchange(plan, [x], [out])
-            x.fill_(-1e9)  # at once: peers have read
+            x.fill_(-1e9)  # at once
     torch.cuda.synchronize()
     for i, out in enumerate(outs):
         assert_same(out.cpu(), torch.full((n,), float(world_size * i + sum(range(world_size)))))
@@ -564,13 +560,13 @@ def _streams(rank: int, world_size: int) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_streams_and_zero_copy(shared_gpu: None) -> None:
+def test_calls_on_changing_streams(shared_gpu: None) -> None:
     run_processes(_streams, 4, backend="cpu:gloo", timeout=240)
 
 
 @pytest.mark.multi_gpu
 @two_gpus
-def test_streams_and_zero_copy_on_two_gpus() -> None:
+def test_calls_on_changing_streams_on_two_gpus() -> None:
     run_processes(_streams, 2, backend="cpu:gloo", timeout=240)
 
 

@@ -71,7 +71,7 @@ def _plan_words(rank: int, layout: MemoryLayout, tuning: Tuning, *arguments: Any
     nothing = SimpleNamespace(data_ptr=lambda: 0)
     owner = SimpleNamespace(
         rank=rank, world_size=layout.world_size, layout=layout, tuning=tuning, timeout=1.0, _host=nothing,
-        _control=nothing, _failure=nothing, _table=nothing, _memory=SimpleNamespace(addresses=[0] * layout.world_size),
+        _control=nothing, _failure=nothing, _memory=SimpleNamespace(addresses=[0] * layout.world_size),
     )  # fmt: skip
     return PeerTransport._words(owner, *arguments, None)  # type: ignore[arg-type]
 

@@ -12,12 +12,15 @@
     Makes such a plan from the words of a :class:`.transport.PreparedCall`: ``bounds`` are start and length of the row,
     ``row_shape`` is the shape of a position; ``shard`` and ``out`` give dtype and device alone; ``state`` is the
     address of the group's state, or 0.
-``peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, Tensor(b!) plan) -> ()``
-    Any number of rows and outputs, with bounds that may differ from call to call or live on the device.
+``peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, int number, plan) -> ()``
+    Any number of rows and outputs, with bounds that may differ from call to call or live on the device; ``number`` is
+    the call's.
 
 Shared with the group is its *state*, one int64 in memory that both sides hold (a CPU tensor of one element, which must
 outlive its plans): the bits ``FAILED`` and ``WARY``, and in ``NUMBER`` how many calls the group has made. ``peer_call``
-begins only where both bits are clear; it adds 1 to the number once it has launched.
+begins only where both bits are clear; it adds 1 to the number once it has launched. That number and the plan's
+signature travel with the bounds of every row, and each process compares them with its own before it adds anything:
+where they differ the call fails on all processes. (Without a state the number is 0.)
 
 Every refusal is a RuntimeError (NotImplementedError where no kernel takes such tensors). Then nothing has happened and
 the number is as before, unless ``FAILED`` is set now: the group has failed, or the launch itself did, and the
@@ -36,7 +39,7 @@ FAILED, WARY, NUMBER = 1 << 62, 1 << 61, (1 << 48) - 1
 #: The most dimensions of a position that ``peer_bind`` takes.
 MAX_ROW_DIMS = 15
 #: The layout of a plan's words (csrc/peer/plan.h).
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 
 #: csrc/row_table.h
 DTYPE_CODES = {
@@ -46,7 +49,8 @@ DTYPE_CODES = {
 
 _library = torch.library.Library("shardsum", "FRAGMENT")
 _library.define(
-    "peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, Tensor(b!) plan) -> ()"
+    "peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, int number, "
+    "Tensor(b!) plan) -> ()"
 )
 _library.define("peer_bind(Tensor plan, int[] bounds, int[] row_shape, Tensor shard, Tensor out, int state) -> Tensor")
 _library.define("peer_call(Tensor(a!) out, Tensor shard, Tensor plan) -> ()")

@@ -75,10 +75,15 @@ class Peers:
         op: str,
         scale: float | None,
         lengths: Tensor | None = None,
+        *,
+        number: int = 0,
+        signature: int = 0,
     ) -> None:
         """Run one exchange on the current stream; arguments as :meth:`PeerTransport.exchange`."""
         rows = list(shards) if op == "copy" else [readable(s) for s in shards]
-        self.transport.exchange(plan, rows, outs, op=op, scale=scale, lengths=lengths)
+        self.transport.exchange(
+            plan, rows, outs, op=op, scale=scale, lengths=lengths, number=number, signature=signature
+        )
 
     def prepare(
         self,
@@ -88,10 +93,11 @@ class Peers:
         out_dtype: torch.dtype,
         op: str,
         scale: float | None,
+        signature: int = 0,
     ) -> tuple[PreparedCall, list[int]]:
         """Such an exchange with nothing left to decide, and the bounds of this process's sources: start and length
         each. ``prepared(outs, shards, bounds)`` runs it; :meth:`.PreparedCall.bind` makes the operators' plan of it."""
-        prepared = self.transport.prepare(plan, width, dtype, out_dtype, op, scale)
+        prepared = self.transport.prepare(plan, width, dtype, out_dtype, op, scale, signature=signature)
         held = [plan.sources[r] for r in plan.hosted_sources(self.transport.rank)]
         return prepared, [bound for begin, end in held for bound in (begin, end - begin)]
 
@@ -109,14 +115,14 @@ class Peers:
         prepared, bounds = self.prepare(plan, first.shape[1:].numel(), first.dtype, outs[0].dtype, op, scale)
         return lambda outs, shards: prepared(outs, shards, bounds), None
 
-    def gather_lengths(self, plan_of: ExchangePlan, lengths: Tensor) -> Tensor:
+    def gather_lengths(self, plan_of: ExchangePlan, lengths: Tensor, number: int = 0) -> Tensor:
         """The ``(R,)`` lengths of all virtual ranks from each process's hosted ones, unread by the host."""
         count = len(plan_of.source_owners)
         sinks = ((0, count),) * plan_of.world_size
         owners = tuple(range(plan_of.world_size))
         plan = ExchangePlan(tuple(intervals_of([1] * count)), plan_of.source_owners, sinks, owners, plan_of.world_size)
         out = torch.empty(count, dtype=lengths.dtype, device=lengths.device)
-        self.exchange(plan, list(lengths.split(1)), [out], "copy", None)
+        self.exchange(plan, list(lengths.split(1)), [out], "copy", None, number=number)
         return out
 
     def predict(

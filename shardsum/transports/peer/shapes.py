@@ -15,7 +15,7 @@ MAX_RANKS = 64  # kPeerMaxRanks
 MAX_HOSTED = 32  # kPeerMaxHosted
 _WARP = 32
 _STREAM_WARPS = 8  # of a block that streams, whatever ``threads``
-_FLAG_BYTES = 32  # sizeof(RowFlag), sizeof(StageFlag)
+_ROW_FLAG_BYTES, _STAGE_FLAG_BYTES = 32, 16  # sizeof(RowFlag), sizeof(StageFlag)
 _TILE_ROOM = 1 << 16
 FLOAT_GROUP, INT_GROUP = 1024, 1536  # bytes of a row that one warp pushes at a time: two and three vectors a lane
 STREAM_STRETCH = 4096  # of a large one: eight
@@ -79,7 +79,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """Offsets in the symmetric block of every process (csrc/peer/peer.h).
+    """Offsets in the symmetric block of every process (csrc/peer/call.h).
 
     ``staging_bytes`` is for the rows of one process."""
 
@@ -115,11 +115,11 @@ class MemoryLayout:
 
     @property
     def stages_at(self) -> int:
-        return 2 * self.max_blocks * self.num_ranks * _FLAG_BYTES
+        return 2 * self.max_blocks * self.num_ranks * _ROW_FLAG_BYTES
 
     @property
     def abort_at(self) -> int:
-        return self.stages_at + 2 * self.max_blocks * self.world_size * _FLAG_BYTES
+        return self.stages_at + 2 * self.max_blocks * self.world_size * _STAGE_FLAG_BYTES
 
     @property
     def staging_at(self) -> int:

@@ -14,6 +14,7 @@ integers, every bit set for copies), and :meth:`PeerTransport.check` and all lat
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,9 +31,16 @@ from .shapes import MemoryLayout, Message, Shape, Tuning
 __all__ = ["PeerTransport", "PreparedCall", "Tuning", "available"]
 
 _BYTES = DTYPE_CODES[torch.uint8]
-_MAX_BUFFERS = 64
 _MAX_CALLS = 256
-_HOST_WORDS = 7  # of PeerHost, before its buffers
+
+_DIFFERS = 2  # FailureKind in csrc/peer/call.h
+
+
+def _different(number: int, signature: int, their_number: int, their_signature: int) -> str:
+    if number == their_number:
+        return f" (call {number} of the group has other arguments there)"
+    return f" (call {number} of the group here, call {their_number} there)"
+
 
 #: Memory of groups that failed: a peer may still read it.
 _kept: list[Any] = []
@@ -66,6 +74,7 @@ class PreparedCall:
         bounds: Sequence[int] = (),
         starts: Tensor | None = None,
         lengths: Tensor | None = None,
+        number: int = 0,
     ) -> None:
         """Run on the current stream. Tensors are contiguous, on the transport's device, one a hosted sink or source.
 
@@ -75,12 +84,14 @@ class PreparedCall:
             bounds: start and length of each shard, flat. Ignored where ``lengths`` is given:
             starts, lengths: integer tensors on the device, one value a shard, never read by the host; clamped to the
                 result and to the shard. ``starts`` None: 0.
+            number: of this call among those of its group, equal on all processes: the number that its state has after
+                it (:mod:`.operators`).
 
         Raises:
             RuntimeError: the group has failed; a capture of a signature that has not run; what CUDA says.
         """
         try:
-            peer_run(outs, shards, bounds, starts, lengths, self._plan)
+            peer_run(outs, shards, bounds, starts, lengths, number, self._plan)
         except RuntimeError:
             self._owner.check()
             raise
@@ -150,7 +161,6 @@ class PeerTransport:
         self.layout = self._agree_layout(staging_bytes)
         self._memory = SymmetricMemory(self.layout.total_bytes, group, device, self._gather)
         self._memory.local[self.layout.inbox_at :].fill_(255)  # words that have not come: csrc/peer/peer_words.cuh
-        self._buffers: list[SymmetricMemory] = []
         self._calls: dict[Any, PreparedCall] = {}
         self._allocate_private()
         self._gather(None)
@@ -178,42 +188,13 @@ class PeerTransport:
 
     def _allocate_private(self) -> None:
         self._control = torch.zeros(4, dtype=torch.int32, device=self.device)
-        self._failure = torch.zeros(5, dtype=torch.int64, device="cpu").pin_memory()
-        self._table = torch.zeros(_MAX_BUFFERS * self.world_size, dtype=torch.int64, device=self.device)
+        self._failure = torch.zeros(9, dtype=torch.int64, device="cpu").pin_memory()
         self._events = [torch.cuda.Event(), torch.cuda.Event()]
         for event in self._events:
             event.record(torch.cuda.current_stream(self.device))  # the handle exists from the first record on
         handles = [event.cuda_event for event in self._events]
-        self._host = torch.tensor([*handles, -1, 0, 0, 0, 0, *[0] * (2 * _MAX_BUFFERS)], device="cpu")  # PeerHost
+        self._host = torch.tensor([*handles, -1, 0, 0, 0], device="cpu")  # PeerHost
         torch.cuda.synchronize(self.device)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor in memory that the peers map: shards inside it are read where they lie.
-
-        Collective and host-synchronous; every process passes the same shape and dtype. A row is read in place where its
-        address, and the bytes from position 0 to both its ends, are multiples of 16; else it is copied like any other.
-        Where rows are pushed or written to their readers (two processes, or two rounds) that saves nothing. The memory
-        is kept until the transport is closed.
-
-        Raises:
-            RuntimeError: there are 64 such tensors already.
-        """
-        index, count = len(self._buffers), torch.Size(shape).numel()
-        if index == _MAX_BUFFERS:
-            raise RuntimeError(f"peer transport: there are {_MAX_BUFFERS} symmetric tensors already")
-        num_bytes = max(4096, peer_plan.round_up(count * dtype.itemsize, 16))
-        memory = SymmetricMemory(num_bytes, self.group, self.device, self._gather)
-        first = index * self.world_size
-        self._table[first : first + self.world_size] = torch.tensor(memory.addresses, device=self.device)
-        torch.cuda.synchronize(self.device)
-        self._buffers.append(memory)
-        begin = memory.local.data_ptr()
-        self._host[_HOST_WORDS + 2 * index : _HOST_WORDS + 2 * index + 2] = torch.tensor(
-            [begin, begin + num_bytes], device="cpu"
-        )
-        self._host[_HOST_WORDS - 1] = index + 1
-        self._gather(None)  # a peer's row may lie there as soon as anyone returns
-        return memory.local[: count * dtype.itemsize].view(dtype).view(tuple(shape))
 
     def exchange(
         self,
@@ -225,6 +206,8 @@ class PeerTransport:
         scale: float | None = None,
         starts: Tensor | None = None,
         lengths: Tensor | None = None,
+        number: int = 0,
+        signature: int = 0,
     ) -> None:
         """Fill ``outs``, one per hosted sink of ``plan``, from all processes' shards. On the current stream.
 
@@ -233,19 +216,23 @@ class PeerTransport:
                 need be, since source intervals travel with the call.
             shards: contiguous, at least ``(|I_r|, *F)`` per hosted source in order.
             op: "sum", "mean", or "copy" (disjoint sources, any dtype, bits are kept).
-            starts, lengths: as in :class:`PreparedCall`; the plan's sources are then the largest that may come.
+            starts, lengths, number: as in :class:`PreparedCall`; with lengths on the device the plan's sources are the
+                largest that may come.
+            signature: as in :meth:`prepare`.
 
         Raises:
             RuntimeError, ValueError: as :class:`PreparedCall` and :meth:`prepare`.
         """
         first = shards[0]
-        prepared = self.prepare(plan, first.shape[1:].numel(), first.dtype, outs[0].dtype, op, scale)
+        prepared = self.prepare(
+            plan, first.shape[1:].numel(), first.dtype, outs[0].dtype, op, scale, signature=signature
+        )
         bounds: list[int] = []
         if lengths is None:
             for r in plan.hosted_sources(self.rank):
                 begin, end = plan.sources[r]
                 bounds += (begin, end - begin)
-        prepared(outs, shards, bounds, starts, lengths)
+        prepared(outs, shards, bounds, starts, lengths, number)
 
     def prepare(
         self,
@@ -256,12 +243,15 @@ class PeerTransport:
         op: str = "sum",
         scale: float | None = None,
         two_shot: bool | None = None,
+        signature: int = 0,
     ) -> PreparedCall:
         """The launch of such a call; the last 256 are kept.
 
         Args:
             width: elements of a position.
             two_shot: force an all_reduce's way.
+            signature: whatever else must be equal on all processes; it and the arguments above make up what they
+                compare in every launch.
 
         Raises:
             ValueError: what the transport cannot do: 2**31 positions, more than 32 outputs, more rows (of all, or of
@@ -269,7 +259,19 @@ class PeerTransport:
         """
         sources = None if peer_plan.is_replicated(plan) else plan.sources
         factor = None if scale is None else struct.pack("<d", scale)  # 0.0 equals -0.0
-        key = (plan.sinks, plan.sink_owners, plan.source_owners, sources, width, dtype, out_dtype, op, factor, two_shot)
+        key = (
+            plan.sinks,
+            plan.sink_owners,
+            plan.source_owners,
+            sources,
+            width,
+            dtype,
+            out_dtype,
+            op,
+            factor,
+            two_shot,
+            signature,
+        )
         found = self._calls.get(key)
         if found is None:
             message = peer_plan.describe_message(
@@ -277,7 +279,7 @@ class PeerTransport:
             )
             shape = peer_plan.choose_shape(message, self.layout, self.tuning, two_shot)
             codes = (_BYTES, _BYTES) if op == "copy" else (DTYPE_CODES[dtype], DTYPE_CODES[out_dtype])
-            words = self._words(plan, message, shape, codes, op == "mean", scale)
+            words = self._words(plan, message, shape, codes, op == "mean", scale, zlib.crc32(repr(key).encode()))
             single = len(plan.hosted_sources(self.rank)) == 1 and len(plan.hosted_sinks(self.rank)) == 1
             if len(self._calls) == _MAX_CALLS:
                 del self._calls[next(iter(self._calls))]
@@ -285,9 +287,16 @@ class PeerTransport:
         return found
 
     def _words(
-        self, plan: ExchangePlan, m: Message, shape: Shape, codes: tuple[int, int], mean: bool, scale: float | None
+        self,
+        plan: ExchangePlan,
+        m: Message,
+        shape: Shape,
+        codes: tuple[int, int],
+        mean: bool,
+        scale: float | None,
+        signature: int = 0,
     ) -> list[int]:
-        """A plan as csrc/peer/peer_bindings.cpp reads it."""
+        """A plan as csrc/peer/plan.h reads it."""
         hosted, sinks = plan.hosted_sources(self.rank), plan.hosted_sinks(self.rank)
         if max(len(hosted), len(sinks)) > peer_plan.MAX_HOSTED:
             raise ValueError(f"peer transport: more than {peer_plan.MAX_HOSTED} rows or outputs on one process")
@@ -312,7 +321,7 @@ class PeerTransport:
         if not m.replicated:
             needs = [peer_plan.needed(plan, r, interval) for r, interval in enumerate(plan.sources)]
         parts: list[Sequence[int]] = [
-            (PLAN_VERSION, 0, self._host.data_ptr(), shape.chunk),
+            (PLAN_VERSION, 0, self._host.data_ptr(), shape.chunk, signature),
             (*codes, m.in_bytes, m.out_bytes, m.move, shape.two_shot, shape.push, shape.write),
             (mean, scale is not None, scale_bits),
             (m.size, m.width),
@@ -320,7 +329,7 @@ class PeerTransport:
             (self.tuning.threads, shape.producers),
             (at.stages_at, at.abort_at, staging_at, at.reduced_at),
             (half_bytes, slot_bytes, at.reduced_bytes),
-            (self._control.data_ptr(), self._failure.data_ptr(), self._table.data_ptr(), round(self.timeout * 1e9)),
+            (self._control.data_ptr(), self._failure.data_ptr(), round(self.timeout * 1e9)),
             (at.num_ranks, len(plan.sources), self.world_size, self.rank, len(hosted), len(sinks)),
             self._memory.addresses,
             *((*row, *need) for row, need in zip(zip(plan.source_owners, places, slots), needs)),
@@ -331,15 +340,22 @@ class PeerTransport:
 
     def check(self) -> None:
         """Raise RuntimeError when the group has failed; the message names process, block and launch."""
-        kind, process, block, epoch, reporter = self._failure.tolist()
+        kind, process, block, epoch, reporter, *calls = self._failure.tolist()
         if kind == 0:
             return
         if self not in _kept:
             _kept.append(self)
-        who = "this process" if kind == 1 else f"process {reporter}"
+        found = "this process" if reporter == self.rank else f"process {reporter}"
+        where = f"in block {block} of launch {epoch}"
+        after = "Results of that launch and later ones are invalid (NaN); create a new process group"
+        if kind == _DIFFERS:
+            raise RuntimeError(
+                f"peer transport: processes are out of step: {found} found process {process} in another call {where}"
+                f"{_different(*calls) if reporter == self.rank else ''}. {after}"
+            )
         raise RuntimeError(
-            f"peer transport: process {process} did not come within {self.timeout:g} s: {who} waited for it in block "
-            f"{block} of launch {epoch}. Results of that launch and later ones are invalid (NaN); make a new group"
+            f"peer transport: process {process} did not come within {self.timeout:g} s: {found} waited for it {where}. "
+            f"{after}"
         )
 
     def close(self) -> None:
@@ -351,5 +367,4 @@ class PeerTransport:
             return
         self._gather(None)
         self._calls.clear()
-        self._buffers.clear()
         del self._memory

@@ -6,10 +6,10 @@
 //   ./peer_stress 100000 [seed [push | write | read | two-shot]]
 //
 // The last argument keeps to one of the ways in which rows travel. Exit code 0: all equal. Built with
-// -DSHARDSUM_PEER_MUTANT=n (1 no parity, 2 flag before data, 3 stale epoch, 4 ranks reversed) it must be 1, whatever
-// the way; and of the ways that have it, with 5 (reading: no barrier after zero-copy), 6 (two-shot: sums announced
-// before they are written), 7 (pushing: words are not emptied). Pushed are small sums and, in half of the calls, large
-// ones of floats, which are summed while they come.
+// -DSHARDSUM_PEER_MUTANT=n (1 no parity, 2 flag before data, 3 stale epoch, 4 ranks reversed, 5 nobody compares which
+// call a row is of) it must be 1, whatever the way; and of the ways that have it, with 6 (two-shot: sums announced
+// before they are written) and 7 (pushing: words are not emptied). Pushed are small sums and, in half of the calls,
+// large ones of floats, which are summed while they come.
 #include <cstdint>
 
 namespace shardsum {
@@ -25,10 +25,11 @@ __device__ void random_delay(uint32_t epoch, int point);
 #include <string>
 #include <vector>
 
-#include "../../../csrc/peer/peer.cu"
-#include "../../../csrc/peer/peer_push.cu"
-#include "../../../csrc/peer/peer_stream.cu"
-#include "../../../csrc/peer/peer_two_shot.cu"
+#include "../../../csrc/peer/enqueue.cu"
+#include "../../../csrc/peer/one_shot.cu"
+#include "../../../csrc/peer/push.cu"
+#include "../../../csrc/peer/stream.cu"
+#include "../../../csrc/peer/two_shot.cu"
 
 #define CHECK(call)                                                                         \
   do {                                                                                      \
@@ -65,7 +66,6 @@ constexpr int64_t kPoolBytes = 1 << 20;    // random input of one virtual rank
 constexpr int64_t kSlotBytes = 192 << 10;  // staging of one row
 constexpr int64_t kReducedBytes = 512 << 10;
 constexpr int64_t kInboxRowBytes = kSlotBytes / 3 * 4 + 2048;
-constexpr int64_t kBufferBytes = 256 << 10;  // zero-copy buffer of one virtual rank
 constexpr int64_t kOutBytes = 1 << 20;
 constexpr int kMaxBlocks = 16;
 
@@ -108,7 +108,6 @@ struct Config {
        device_lengths = false;
   int64_t size = 0, width = 1;
   std::vector<int64_t> start, length, offset;     // by rank; offset of its data in the pool, in bytes
-  std::vector<bool> zero_copy;                    // by rank
   std::vector<std::pair<int64_t, int64_t>> outs;  // by process
   int64_t chunk_elements = 0;
   int64_t out_shift = 0;  // bytes that results lie off their alignment
@@ -122,8 +121,6 @@ struct Process {
   char* block;
   PeerControl* control;
   PeerFailure* failure;
-  char** buffers;                // device table
-  std::vector<char*> zero_copy;  // by hosted rank: buffer 1 + slot
   uint8_t* out;
 };
 
@@ -168,20 +165,7 @@ World make_world(const Placement& place, uint32_t first_epoch, const std::string
     std::memset(p.failure, 0, sizeof(PeerFailure));
     CHECK(cudaMalloc(&p.out, kOutBytes));
     CHECK(cudaMemset(p.out, 0xee, kOutBytes));
-    for (int i = 0; i < w.hosted; ++i) {
-      char* buffer;
-      CHECK(cudaMalloc(&buffer, kBufferBytes));
-      p.zero_copy.push_back(buffer);
-    }
     w.processes.push_back(p);
-  }
-  // The zero-copy buffer of slot i is buffer 1 + i on every process.
-  std::vector<char*> table;
-  for (int i = 0; i < w.hosted; ++i)
-    for (Process& p : w.processes) table.push_back(p.zero_copy[i]);
-  for (Process& p : w.processes) {
-    CHECK(cudaMalloc(&p.buffers, table.size() * sizeof(char*)));
-    CHECK(cudaMemcpy(p.buffers, table.data(), table.size() * sizeof(char*), cudaMemcpyHostToDevice));
   }
   for (int r = 0; r < place.ranks; ++r) {
     uint8_t *a, *b;
@@ -236,7 +220,6 @@ Config make_config(const World& w, Random& random) {
     c.start.push_back(begin);
     c.length.push_back(length);
     c.offset.push_back(pick(random, 0, 3) ? pick(random, 0, 100) * 16 : pick(random, 0, 800) * in_bytes);
-    c.zero_copy.push_back(pick(random, 0, 5) == 0);
   }
   c.out_shift = pick(random, 0, 3) ? 0 : pick(random, 1, 7) * out_bytes;
   const bool scatter = !c.two_shot && pick(random, 0, 2) == 0;
@@ -293,6 +276,7 @@ PeerCall describe(const World& w, const Config& c, int g, int64_t timeout_ns) {
   call.in_dtype = c.in, call.out_dtype = c.out;
   call.move = c.move, call.two_shot = c.two_shot, call.push = c.push, call.mean = c.mean, call.has_scale = c.scaled,
   call.scale = 1.0 / 3;
+  call.number = 7, call.signature = 77;
   call.size = c.size, call.width = c.width;
   call.in_bytes = int(element_size(c.in)), call.out_bytes = int(element_size(c.out));
   const int vector = c.move ? 16 : call.in_bytes == 1 ? 8 : 16 / call.in_bytes;
@@ -323,7 +307,7 @@ PeerCall describe(const World& w, const Config& c, int g, int64_t timeout_ns) {
       if (q != w.place.owner[r]) begin = std::min(begin, c.outs[q].first), end = std::max(end, c.outs[q].second);
     call.need_begin[r] = uint32_t(std::min(begin, end)), call.need_end[r] = uint32_t(end);
   }
-  call.control = p.control, call.failure = p.failure, call.buffers = p.buffers, call.timeout_ns = timeout_ns;
+  call.control = p.control, call.failure = p.failure, call.timeout_ns = timeout_ns;
   int first = 0;
   for (int r = 0; r < R; ++r) first += w.place.owner[r] < g;
   if (c.device_lengths) {
@@ -335,15 +319,10 @@ PeerCall describe(const World& w, const Config& c, int g, int64_t timeout_ns) {
     if (w.place.owner[r] != g) continue;
     PeerSource& s = call.sources[call.num_sources++];
     s.rank = r;
-    s.data =
-        c.zero_copy[r] ? p.zero_copy[w.place_of[r]] : reinterpret_cast<const char*>(pool_of(w, c, r) + c.offset[r]);
+    s.data = reinterpret_cast<const char*>(pool_of(w, c, r) + c.offset[r]);
     s.start = uint32_t(c.start[r]), s.length = s.capacity = uint32_t(c.length[r]);
-    s.buffer = c.zero_copy[r] ? 1 + w.place_of[r] : 0;
-    call.stages |= !c.zero_copy[r];
     if (c.device_lengths) s.start = 0xdead, s.length = 0xbeef;
   }
-  // A buffer row whose bounds are not whole vectors goes through staging after all.
-  call.stages = true;
   call.num_outputs = 1;
   call.outputs[0] = {p.out + c.out_shift, uint32_t(c.outs[g].first), uint32_t(c.outs[g].second)};
   return call;
@@ -352,22 +331,12 @@ PeerCall describe(const World& w, const Config& c, int g, int64_t timeout_ns) {
 void enqueue(World& w, const Config& c, int g, uint64_t number, Random& random, int64_t timeout_ns) {
   Process& p = w.processes[g];
   if (pick(random, 0, 7) == 0) delay_kernel<<<1, 1, 0, p.stream>>>(uint32_t(pick(random, 0, 40000)));
-  for (int r = 0; r < w.place.ranks; ++r) {
-    if (w.place.owner[r] != g || !c.zero_copy[r]) continue;
-    CHECK(cudaMemcpyAsync(p.zero_copy[w.place_of[r]], pool_of(w, c, r) + c.offset[r],
-                          c.length[r] * c.width * element_size(c.in), cudaMemcpyDeviceToDevice, p.stream));
-  }
   PeerCall call = describe(w, c, g, timeout_ns);
   call.overlaps = pick(random, 0, 1);
   const int64_t flat = c.size * c.width;
   for (int64_t begin = 0; begin < flat; begin += c.chunk_elements) {
     call.chunk_begin = begin, call.chunk_end = std::min(begin + c.chunk_elements, flat);
     CHECK(peer_launch(call, p.stream));
-  }
-  for (int r = 0; r < w.place.ranks; ++r) {
-    // The call is over here: no peer may read these bytes any more.
-    if (w.place.owner[r] == g && c.zero_copy[r])
-      CHECK(cudaMemsetAsync(p.zero_copy[w.place_of[r]], 0x5a, kBufferBytes, p.stream));
   }
   const int64_t out_bytes = element_size(c.out) * c.width, from = c.outs[g].first, to = c.outs[g].second;
   if (to > from)
@@ -413,29 +382,35 @@ bool stress(const Placement& place, int64_t calls, uint64_t seed, const std::str
   return report(w, "stress", calls);
 }
 
-// Process G-1 does not come; it does later, when the others have given up.
-bool absent_peer(const Placement& place, const std::string& way) {
-  Random random(3);
-  World w = make_world(place, 0, way);
+// An all_reduce that goes in one launch, of the way `way`.
+Config simple_config(const World& w, Random& random, const std::string& way) {
   Config c;
   do c = make_config(w, random);
   while (c.move || c.size * c.width * element_size(c.out) < 4096 || c.outs[0].second - c.outs[0].first != c.size ||
          c.chunk_elements != c.size * c.width || c.push != (way == "push"));
-  std::fill(c.zero_copy.begin(), c.zero_copy.end(), false);
   c.out_shift = 0;
+  return c;
+}
+
+// Whether process g's result is marked as invalid, all of it; poisons it.
+bool is_invalid(const World& w, const Config& c, int g) {
+  std::vector<uint8_t> out(c.size * c.width * element_size(c.out));
+  CHECK(cudaMemcpy(out.data(), w.processes[g].out, out.size(), cudaMemcpyDeviceToHost));
+  CHECK(cudaMemset(w.processes[g].out, 0xee, kOutBytes));
+  return std::all_of(out.begin(), out.end(), [](uint8_t b) { return b == 0xff; });
+}
+
+// Process G-1 does not come; it does later, when the others have given up.
+bool absent_peer(const Placement& place, const std::string& way) {
+  Random random(3);
+  World w = make_world(place, 0, way);
+  const Config c = simple_config(w, random, way);
   const int last = place.processes - 1;
-  const int64_t bytes = c.size * c.width * element_size(c.out);
   bool good = true;
   auto launch = [&](int g) {
     PeerCall call = describe(w, c, g, 20'000'000);
     call.chunk_end = c.size * c.width;
     CHECK(peer_launch(call, w.processes[g].stream));
-  };
-  auto invalid = [&](int g) {
-    std::vector<uint8_t> out(bytes);
-    CHECK(cudaMemcpy(out.data(), w.processes[g].out, bytes, cudaMemcpyDeviceToHost));
-    CHECK(cudaMemset(w.processes[g].out, 0xee, kOutBytes));
-    return std::all_of(out.begin(), out.end(), [](uint8_t b) { return b == 0xff; });
   };
   for (int round = 0; round < 3; ++round) {  // the second and third exit at once
     for (int g = 0; g < last; ++g) launch(g);
@@ -443,14 +418,39 @@ bool absent_peer(const Placement& place, const std::string& way) {
     CHECK(cudaDeviceSynchronize());
     for (int g = 0; g < last + (round == 1); ++g) {
       const PeerFailure& f = *w.processes[g].failure;
-      good &= invalid(g) && (f.kind == 1 || f.kind == 2) && f.process == last && f.epoch == 1;
-      if (g == last) good &= f.kind == 2;
+      good &= is_invalid(w, c, g) && f.kind == kPeerAbsent && f.process == last && f.epoch == 1;
+      if (g == last) good &= f.reporter != last;
     }
   }
+  const PeerFailure& f = *w.processes[0].failure;
   std::printf("absent peer, %s: R=%d G=%d: %s (kind %lld, process %lld, block %lld, epoch %lld)\n", way.c_str(),
-              place.ranks, place.processes, good ? "as it should" : "WRONG", (long long)w.processes[0].failure->kind,
-              (long long)w.processes[0].failure->process, (long long)w.processes[0].failure->block,
-              (long long)w.processes[0].failure->epoch);
+              place.ranks, place.processes, good ? "as it should" : "WRONG", (long long)f.kind, (long long)f.process,
+              (long long)f.block, (long long)f.epoch);
+  return good;
+}
+
+// Process G-1 is in a call of another number, or of another signature: all fail, nobody gets a sum.
+bool other_call(const Placement& place, const std::string& way) {
+  bool good = true;
+  for (const bool number : {true, false}) {
+    Random random(4);
+    World w = make_world(place, 0, way);
+    const Config c = simple_config(w, random, way);
+    for (int g = 0; g < place.processes; ++g) {
+      PeerCall call = describe(w, c, g, 2'000'000'000);
+      call.chunk_end = c.size * c.width;
+      if (g == place.processes - 1) ++(number ? call.number : call.signature);
+      CHECK(peer_launch(call, w.processes[g].stream));
+    }
+    CHECK(cudaDeviceSynchronize());
+    for (int g = 0; g < place.processes; ++g) {
+      const PeerFailure& f = *w.processes[g].failure;
+      good &= is_invalid(w, c, g) && f.kind == kPeerDiffers && f.epoch == 1;
+      if (f.reporter == g) good &= (number ? f.number != f.their_number : f.signature != f.their_signature);
+    }
+  }
+  std::printf("other call, %s: R=%d G=%d: %s\n", way.c_str(), place.ranks, place.processes,
+              good ? "as it should" : "WRONG");
   return good;
 }
 
@@ -467,6 +467,8 @@ int main(int argc, char** argv) {
   bool good = shardsum::stress(Placement{8, 8, {0, 1, 2, 3, 4, 5, 6, 7}}, calls, seed, way);
   good &= shardsum::stress(Placement{4, 4, {0, 1, 2, 3}}, calls, seed + 1, way);
   good &= shardsum::stress(Placement{2, 2, {0, 1}}, calls / 2, seed + 4, way);
+  for (const char* one : {"push", "write", "read", "two-shot"})
+    if (way.empty() || way == one) good &= shardsum::other_call(Placement{4, 4, {0, 1, 2, 3}}, one);
 #ifndef SHARDSUM_PEER_MUTANT
   good &= shardsum::stress(Placement{8, 4, {0, 1, 2, 3, 3, 2, 1, 0}}, calls / 4, seed + 2, way);
   good &= shardsum::stress(Placement{5, 2, {0, 0, 0, 1, 1}}, calls / 4, seed + 3, way);

@@ -1,5 +1,5 @@
 // The real code that pushes, awaits and empties words, run on the CPU lane by lane: every process first sends its
-// bounds and words, then all sum. tests/peer/test_peer_words.py makes "peer_push.cpp" and "peer_stream.cpp" of the kernels'
+// bounds and words, then all sum. tests/peer/test_peer_words.py makes "push.cpp" and "stream.cpp" of the kernels'
 // sources, in which memory accesses in PTX are those below, and feeds this program with plans.
 //
 // For each case on stdin: the plan's words of every process, then the tensors; see main(). Exit code 1, and a line that
@@ -58,8 +58,8 @@ static void copy_word(void* to, const void* from) { std::memcpy(to, from, 16); }
 static void written(char* p, uint4 v);  // checks, then stores, one word of an inbox
 
 #define __noinline__
-#include "peer_push.cpp"
-#include "peer_stream.cpp"
+#include "push.cpp"
+#include "stream.cpp"
 
 namespace shardsum {
 namespace {
@@ -101,6 +101,8 @@ struct Process {
   std::vector<char*> data, out;
   std::vector<int64_t> lengths, starts;  // on the device
   Shared s;
+  PeerControl control{};
+  PeerFailure failure{};
 };
 std::vector<Process> processes;
 int running = 0;  // the process whose code runs
@@ -227,6 +229,34 @@ void launch(int64_t begin, int64_t end, uint32_t epoch) {
     const char* inboxes = c.base[c.process] + c.staging_at;
     for (int64_t i = 0; i < 2 * c.staging_bytes; ++i) REQUIRE(inboxes[i] == char(0xff), "a word was left behind");
   }
+}
+
+// The last process makes another call: each that awaits a row of it, or that it awaits one of, fails and says so.
+void make_other_call(bool number, uint32_t epoch) {
+  const int last = int(processes.size()) - 1;
+  uint32_t& differs = number ? processes[last].plan.call.number : processes[last].plan.call.signature;
+  ++differs;
+  for (Process& p : processes) {
+    PeerCall& c = p.plan.call;
+    p.s.epoch = epoch, p.s.dead = 0;
+    p.control = {}, p.failure = {};
+    c.control = &p.control, c.failure = &p.failure;
+    for (threadIdx.x = 0; threadIdx.x < 32; ++threadIdx.x) send_rows(c, p.s);
+  }
+  for (Process& p : processes) {
+    const PeerCall& c = p.plan.call;
+    for (threadIdx.x = 0; threadIdx.x < 32; ++threadIdx.x) await_bounds(c, p.s);
+    bool awaits = false;
+    for (int r = 0; r < c.num_ranks; ++r) awaits |= c.owner[r] != c.process && (c.owner[r] == last || c.process == last);
+    REQUIRE(p.s.dead == awaits, "another call is not noticed");
+    if (!awaits) continue;
+    const PeerFailure& f = p.failure;
+    REQUIRE(f.kind == kPeerDiffers && f.reporter == c.process && (f.process == last) == (c.process != last),
+            "another call is not reported");
+    REQUIRE((f.number != f.their_number) == number && (f.signature != f.their_signature) == !number,
+            "another call is not described");
+  }
+  --differs;
 }
 
 struct Given {
@@ -365,6 +395,7 @@ int main() {
     launch(begin - chunk, all, ++epoch);
     compare(rows, begin - chunk, all);
     dead_block = -1;
+    for (const bool number : {true, false}) make_other_call(number, ++epoch);
   }
   std::printf("%d cases\n", cases);
 }

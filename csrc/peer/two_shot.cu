@@ -3,9 +3,9 @@
 // its own memory. Protocol: docs/peer.md.
 #include <cuda_runtime.h>
 
-#include "peer_parts.cuh"
-#include "peer_two_shot.h"
-#include "peer_write.cuh"
+#include "launch.h"
+#include "parts.cuh"
+#include "write.cuh"
 
 namespace shardsum {
 namespace {

@@ -1,4 +1,4 @@
-// One collective over peer memory, as the host describes it to the kernel (no torch, no CUDA headers).
+// One collective over peer memory, as the host describes it to the kernels (no torch, no CUDA headers).
 //
 // Every process owns one symmetric block that all its peers have mapped:
 //
@@ -19,20 +19,17 @@
 
 namespace shardsum {
 
-constexpr int kPeerMaxRanks = 64;    // virtual ranks of a group, hence processes
-constexpr int kPeerMaxHosted = 32;   // sources, and outputs, of one process
-constexpr int kPeerMaxBuffers = 64;  // symmetric buffers of a group
+constexpr int kPeerMaxRanks = 64;   // virtual ranks of a group, hence processes
+constexpr int kPeerMaxHosted = 32;  // sources, and outputs, of one process
 
 // Words {epoch, value}: each is valid by itself, once its epoch is the awaited one.
 struct RowFlag {
-  uint64_t length, start;   // positions
-  uint64_t buffer, offset;  // 0: the row is in the staging slot; else buffer - 1 of the table, offset in 16 bytes
+  uint64_t length, start;      // positions
+  uint64_t number, signature;  // of the call, as its owner knows them: PeerCall
 };
 struct StageFlag {
   uint64_t staged;   // pieces copied or written to staging
   uint64_t reduced;  // two-shot: pieces summed, and written to all
-  uint64_t done;     // 1: this block reads no more of this launch
-  uint64_t unused;
 };
 
 struct alignas(8) PeerControl {  // device memory of one process, zeroed at set-up
@@ -43,17 +40,18 @@ struct alignas(8) PeerControl {  // device memory of one process, zeroed at set-
 };
 
 // In pinned host memory, zeroed at set-up; kind is written last.
+enum FailureKind { kPeerAbsent = 1, kPeerDiffers = 2 };  // `reporter` waited for `process` in vain; it is in another call
 struct PeerFailure {
-  int64_t kind;  // 0: none, 1: this process waited in vain for `process`, 2: `reporter` did
+  int64_t kind;  // 0: none
   int64_t process, block, epoch, reporter;
+  int64_t number, signature, their_number, their_signature;  // where this process found the difference itself
 };
 
 struct PeerSource {
-  const void* data;         // the row's first position
-  uint32_t rank;            // virtual rank
-  uint32_t start, length;   // unless device_lengths is given
-  uint32_t capacity;        // positions at `data`
-  uint32_t buffer, offset;  // as in RowFlag
+  const void* data;        // the row's first position
+  uint32_t rank;           // virtual rank
+  uint32_t start, length;  // unless device_lengths is given
+  uint32_t capacity;       // positions at `data`
 };
 
 // A source in one chunk. An "origin" is the address at which flat element 0 would be.
@@ -62,7 +60,6 @@ struct HeldRow {
   int64_t staged_origin;             // offset from the staging area of a parity
   int64_t copied_begin, copied_end;  // elements that go to staging: what others need, or all where `direct` is false
   uint32_t start, length;            // positions
-  uint32_t buffer, offset;           // as in RowFlag
   bool direct;                       // this process reads the row where it lies
 };
 
@@ -74,6 +71,10 @@ struct PeerOutput {
 struct alignas(16) PeerCall {
   PeerControl* control;
   const uint64_t* own_abort;  // set by peer_launch: this process's abort word
+
+  // Sent with every row's bounds and compared by who awaits them: processes that make different calls fail.
+  uint32_t number;     // of the call, among those of its group
+  uint32_t signature;  // a hash of all that its processes pass alike
 
   int32_t num_ranks, num_processes, process;
   int32_t flag_ranks;  // rows of flags a block has: num_ranks of the group's largest call
@@ -110,13 +111,11 @@ struct alignas(16) PeerCall {
   uint32_t need_begin[kPeerMaxRanks], need_end[kPeerMaxRanks];  // positions of each that others than its owner read
 
   PeerFailure* failure;
-  char* const* buffers;  // device table [buffer - 1][process]: symmetric buffers of the user
   int64_t timeout_ns;
 
   const void* device_lengths;  // (num_sources,), or null; values are clamped
   const void* device_starts;   // null: 0
   bool index64;
-  bool stages;    // some source of this process is not in a symmetric buffer
   bool overlaps;  // the launch may begin while the kernel before it in the stream still runs
 
   PeerSource sources[kPeerMaxHosted];
@@ -133,16 +132,12 @@ struct alignas(16) PeerCall {
 // One launch on `stream` of the current device. Returns a cudaError_t as int.
 int peer_launch(PeerCall& call, void* stream);
 
-// Host memory of one group: what orders its calls, and its symmetric buffers.
+// Host memory of one group: what orders its calls.
 struct PeerHost {
   int64_t eager_event, capture_event;  // cudaEvent_t
   int64_t eager_stream;                // of the last call outside a capture; -1 before the first
   int64_t eager_records;               // 1 once such calls have come on two streams
   int64_t capture_id, capture_stream;  // of the last captured call
-  int64_t num_buffers;
-  struct {
-    int64_t begin, end;  // addresses
-  } buffers[kPeerMaxBuffers];
 };
 
 constexpr int kPeerNotWarm = -1;

@@ -1,6 +1,6 @@
 // Rows that are written into their readers' staging, piece by piece: some warps write, one announces what is done.
 #pragma once
-#include "peer_block.cuh"
+#include "block.cuh"
 
 namespace shardsum {
 

@@ -5,7 +5,7 @@
 // the caller put them are those whose address and bounds are multiples of 16 bytes as they are.
 #pragma once
 #include "../cuda/arith.cuh"
-#include "peer_signal.cuh"
+#include "signal.cuh"
 
 namespace shardsum {
 
@@ -53,12 +53,9 @@ __host__ __device__ inline HeldRow describe_held(const PeerCall& c, int i, uint3
   h.origin = static_cast<const char*>(source.data) - start * c.width * c.in_bytes;
   const uint64_t bounds = reinterpret_cast<uint64_t>(h.origin) | range.begin * c.in_bytes | range.end * c.in_bytes;
   h.direct = bounds % 16 == 0;
-  h.buffer = h.direct && !c.write ? source.buffer : 0;
-  h.offset = source.offset;
   h.staged_origin = c.slot[source.rank] * c.row_bytes - (range.begin * c.in_bytes & ~int64_t(15));
   const Range copied = h.direct ? needed_part(c, source.rank, range) : range;
-  h.copied_begin = copied.begin;
-  h.copied_end = h.buffer != 0 ? copied.begin : copied.end;
+  h.copied_begin = copied.begin, h.copied_end = copied.end;
   return h;
 }
 

@@ -1,4 +1,4 @@
-// Words that say themselves that they are there: what pushed rows travel in (peer_push.cu, peer_stream.cu).
+// Words that say themselves that they are there: what pushed rows travel in (push.cu, stream.cu).
 //
 // A word of an inbox is one 128-bit access that cannot be torn apart. Before it comes it is empty: all bits set. So
 // data says itself that it is there, as long as no data looks like this. An element of a float dtype whose bits are all
@@ -10,7 +10,7 @@
 // group, and the words of a lane lie likewise, so that a warp's accesses are contiguous. Of floats a vector is sent
 // where it overlaps the row; of integers a lane sends all words of a group or none.
 #pragma once
-#include "peer_finish.cuh"
+#include "finish.cuh"
 
 namespace shardsum {
 

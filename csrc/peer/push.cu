@@ -1,10 +1,10 @@
 // A small sum in one launch: every process pushes its rows into its peers' inboxes and sums what arrives
-// (peer_words.cuh). The rows' bounds come in words with an epoch, the flags of block 0. Beside all this the launch is
+// (words.cuh). The rows' bounds come in words with an epoch, the flags of block 0. Beside all this the launch is
 // settled: every process releases that it has begun it, and ends it when all have (docs/peer.md).
 #include <cuda_runtime.h>
 
-#include "peer_push.h"
-#include "peer_words.cuh"
+#include "launch.h"
+#include "words.cuh"
 
 namespace shardsum {
 namespace {

@@ -1,10 +1,10 @@
 // A large sum of floats in one launch: some warps of a block push this process's rows into the peers' inboxes from the
-// first moment on, the others sum what arrives (peer_words.cuh), both over the same stretches of the flat range. Nobody
+// first moment on, the others sum what arrives (words.cuh), both over the same stretches of the flat range. Nobody
 // fences amid the stream of data, and no warp waits for another of its own process.
 #include <cuda_runtime.h>
 
-#include "peer_push.h"
-#include "peer_words.cuh"
+#include "launch.h"
+#include "words.cuh"
 
 namespace shardsum {
 namespace {

@@ -3,7 +3,7 @@
 // A tile has a part for each process, which sums it. In a two-shot a slot of staging holds of its row what lies in its
 // own process's parts, part after part; the area of results holds a whole chunk.
 #pragma once
-#include "peer_sum.cuh"
+#include "sum.cuh"
 
 namespace shardsum {
 

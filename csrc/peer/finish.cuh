@@ -1,6 +1,6 @@
 // The end of a sum over peer memory: counts, cut vectors, and the pairs of dtypes.
 #pragma once
-#include "peer_block.cuh"
+#include "block.cuh"
 
 namespace shardsum {
 

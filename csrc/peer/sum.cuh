@@ -1,6 +1,6 @@
 // What a warp does with one stretch of the output: sum the rows over it, or move their bytes.
 #pragma once
-#include "peer_finish.cuh"
+#include "finish.cuh"
 
 namespace shardsum {
 

@@ -4,11 +4,11 @@
 // shared memory), lanes of one warp fence at system scope and store relaxed flags into every peer's memory (release:
 // the fence is cumulative over the barrier). A peer's lane loads the flag with acquire, its warp or block meets at a
 // barrier, and reads the data with relaxed system-scope loads, which no stale L1 line can serve. Flags carry the epoch
-// of their launch and are compared for equality. Rows that are pushed need none of this (peer_words.cuh).
+// of their launch and are compared for equality. Rows that are pushed need none of this (words.cuh).
 #pragma once
 #include <cstdint>
 
-#include "peer.h"
+#include "call.h"
 
 namespace shardsum {
 
@@ -81,31 +81,36 @@ __device__ inline uint64_t now_ns() {
   return t;
 }
 
-// {1, reporter, awaited process, block, epoch}
-__device__ inline uint64_t encode_abort(int reporter, int process, int block, uint32_t epoch) {
-  return (uint64_t(1) << 63) | (uint64_t(reporter) << 48) | (uint64_t(process) << 40) | (uint64_t(block) << 32) | epoch;
+// {1, kind - 1, reporter, process, block, epoch}
+__device__ inline uint64_t encode_abort(int kind, int reporter, int process, int block, uint32_t epoch) {
+  return (uint64_t(1) << 63) | (uint64_t(kind - 1) << 62) | (uint64_t(reporter) << 48) | (uint64_t(process) << 40) |
+         (uint64_t(block) << 32) | epoch;
 }
 
-// Ends the group: the first to come records why, in host memory, and tells every peer.
+// Ends the group: the first to come records why, in host memory, and tells every peer. The last two: the call that
+// `process` is in, where this process found out that it is another one.
 static __device__ __noinline__ void give_up(const PeerCall& c, int kind, int process, int block, uint32_t epoch,
-                                            int reporter) {
+                                            int reporter, uint32_t number = 0, uint32_t signature = 0) {
   if (atomicCAS(&c.control->failed, 0u, 1u) != 0) return;
   volatile PeerFailure* f = c.failure;
   f->process = process;
   f->block = block;
   f->epoch = epoch;
   f->reporter = reporter;
+  f->number = c.number, f->signature = c.signature;
+  f->their_number = number, f->their_signature = signature;
   fence_system();
   f->kind = kind;
   for (int g = 0; g < c.num_processes; ++g)
-    if (g != c.process) store_flag(abort_word(c, g), encode_abort(reporter, process, block, epoch));
+    if (g != c.process) store_flag(abort_word(c, g), encode_abort(kind, reporter, process, block, epoch));
 }
 
 // Records a peer's abort, if there is one.
 __device__ inline bool peer_gave_up(const PeerCall& c) {
   const uint64_t word = load_flag(abort_word(c, c.process));
   if (word == 0) return false;
-  give_up(c, 2, int(word >> 40) & 0xff, int(word >> 32) & 0xff, uint32_t(word), int(word >> 48) & 0x7f);
+  give_up(c, 1 + (int(word >> 62) & 1), int(word >> 40) & 0xff, int(word >> 32) & 0xff, uint32_t(word),
+          int(word >> 48) & 0x7f);
   return true;
 }
 
@@ -116,7 +121,7 @@ static __device__ __noinline__ bool wait_is_over(const PeerCall& c, int process,
   const uint64_t now = now_ns();
   if (since == 0) since = now;
   const bool expired = int64_t(now - since) > c.timeout_ns;
-  if (expired) give_up(c, 1, process, blockIdx.x, epoch, c.process);
+  if (expired) give_up(c, kPeerAbsent, process, blockIdx.x, epoch, c.process);
   if (!expired && !*static_cast<volatile uint32_t*>(&c.control->failed) && !peer_gave_up(c)) return false;
   *dead = 1;
   return true;

@@ -2,7 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "peer_rows.cuh"
+#include "rows.cuh"
 
 namespace shardsum {
 
@@ -11,8 +11,7 @@ constexpr int kPeerThreads = 256;
 struct Shared {
   PeerCall call;
   PeerRow rows[kPeerMaxRanks];
-  Range far, wanted;             // streaming: the hulls of peers' rows, and of this process's outputs
-  unsigned long long zero_copy;  // bit g: process g has a row that is read where it lies
+  Range far, wanted;  // streaming: the hulls of peers' rows, and of this process's outputs
   uint32_t epoch;
   int dead;
   int progress[kPeerThreads / 32];  // pieces that each producer warp has written
@@ -60,7 +59,6 @@ __device__ __forceinline__ bool set_up(const PeerCall& argument, Shared& s) {
     failed = (word >> 32) != 0 || aborted != 0;
     s.epoch = uint32_t(word) + 1;
     s.dead = failed;
-    s.zero_copy = 0;
   }
   if (threadIdx.x < kPeerThreads / 32) s.progress[threadIdx.x] = 0;
   failed = __syncthreads_or(failed);
@@ -130,20 +128,28 @@ __device__ __forceinline__ void send_rows(const PeerCall& c, const Shared& s) {
     for (int i = 0; i < c.num_sources; ++i) {
       RowFlag* flag = row_flag(c, g, parity, blockIdx.x, c.sources[i].rank);
       const HeldRow& h = c.held[i];
-      store_flags(&flag->buffer, flag_word(s.epoch, h.buffer), flag_word(s.epoch, h.offset));
+      store_flags(&flag->number, flag_word(s.epoch, c.number), flag_word(s.epoch, c.signature));
       store_flags(&flag->length, flag_word(s.epoch, h.length), flag_word(s.epoch, h.start));
     }
   }
 }
 
-// One lane waits for the flag of a row of `owner`. False: the group has failed.
+// One lane waits for the flag of a row of `owner`, which must be in the same call. False: the group has failed.
 __device__ __forceinline__ bool await_row(const PeerCall& c, Shared& s, int owner, const RowFlag* flag, RowFlag& came) {
-  return await(c, owner, s.epoch, &s.dead, [&] {
-    load_flags(&flag->buffer, came.buffer, came.offset);
+  const bool alive = await(c, owner, s.epoch, &s.dead, [&] {
+    load_flags(&flag->number, came.number, came.signature);
     acquire_flags(&flag->length, came.length, came.start);
-    return is_of(came.length, s.epoch) && is_of(came.start, s.epoch) && is_of(came.buffer, s.epoch) &&
-           is_of(came.offset, s.epoch);
+    return is_of(came.length, s.epoch) && is_of(came.start, s.epoch) && is_of(came.number, s.epoch) &&
+           is_of(came.signature, s.epoch);
   });
+#if SHARDSUM_PEER_MUTANT != 5  // stress test only: nobody looks at the call that a row is of
+  if (alive && (uint32_t(came.number) != c.number || uint32_t(came.signature) != c.signature)) {
+    give_up(c, kPeerDiffers, owner, blockIdx.x, s.epoch, c.process, uint32_t(came.number), uint32_t(came.signature));
+    s.dead = 1;
+    return false;
+  }
+#endif
+  return alive;
 }
 
 // By one warp: this block of this process has come to `value`.
