@@ -7,7 +7,7 @@ takes this way, which all processes make together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from ...local.ops import readable
 from . import shapes as peer_plan
 from .memory import Gather
 from .transport import PeerTransport, PreparedCall, Tuning, available
-
-#: Of :meth:`Peers.launcher`, for its last caller.
-Launch = Callable[[Tensor, Tensor, "list[int] | None"], bool]
 
 
 class Peers:
@@ -100,20 +97,6 @@ class Peers:
         prepared = self.transport.prepare(plan, width, dtype, out_dtype, op, scale, signature=signature)
         held = [plan.sources[r] for r in plan.hosted_sources(self.transport.rank)]
         return prepared, [bound for begin, end in held for bound in (begin, end - begin)]
-
-    def launcher(
-        self,
-        plan: ExchangePlan,
-        outs: Sequence[Tensor],
-        shards: Sequence[Tensor],
-        op: str,
-        scale: float | None,
-        lengths: Sequence[int] = (),
-    ) -> tuple[Callable[[Sequence[Tensor], Sequence[Tensor]], None], Launch | None]:
-        """``launch(outs, shards)`` of such an exchange with nothing left to decide."""
-        first = shards[0]
-        prepared, bounds = self.prepare(plan, first.shape[1:].numel(), first.dtype, outs[0].dtype, op, scale)
-        return lambda outs, shards: prepared(outs, shards, bounds), None
 
     def gather_lengths(self, plan_of: ExchangePlan, lengths: Tensor, number: int = 0) -> Tensor:
         """The ``(R,)`` lengths of all virtual ranks from each process's hosted ones, unread by the host."""
