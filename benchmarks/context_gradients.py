@@ -27,8 +27,6 @@ import argparse
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -39,10 +37,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from context_cases import BF16, Case, Padded, Shardsum, TorchContextParallel, packed_borders, share_of_padded
+from context_meter import Meter
 from torch import Tensor
 
 from shardsum.tools.bench.rows import environment
-from shardsum.tools.bench.timing import Processes, Timing, turns
+from shardsum.tools.bench.timing import Timing
 
 MOST_ERROR = 2e-2  # a few times what bf16 loses here
 
@@ -63,63 +62,6 @@ class Row:
     step: Timing | None = None
     step_peak: int | None = None
     step_error: float | None = None
-
-
-class Meter:
-    """Measures a call on all processes together."""
-
-    def __init__(self, device: torch.device, samples: int) -> None:
-        self.device, self.samples, self.on_gpu = device, samples, device.type == "cuda"
-        self.processes = Processes(dist.new_group(backend="gloo"))
-
-    def times(self, calls: dict[str, Callable[[], Any]]) -> dict[str, Timing]:
-        return turns({name: partial(self._seconds, call) for name, call in calls.items()}, self.samples)
-
-    def _seconds(self, call: Callable[[], Any]) -> float:
-        passes = 5 if self.on_gpu else 1  # in a row, as the layers of a model
-        self.processes.slowest(0)
-        self._sync()
-        begin = time.perf_counter()
-        for _ in range(passes):
-            call()
-        self._sync()
-        return self.processes.slowest((time.perf_counter() - begin) / passes)
-
-    def _sync(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
-    def peak(self, call: Callable[[], Any]) -> int:
-        """Bytes that torch has allocated at most at a time during the call, beyond those before it."""
-        return int(self.processes.slowest(self._peak_gpu(call) if self.on_gpu else _peak_cpu(call)))
-
-    def _peak_gpu(self, call: Callable[[], Any]) -> int:
-        self._sync()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-
-    def error(self, found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-        """Norm of the difference over the norm, of all processes' parts together."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for a, b in zip(found, exact):
-            sums += torch.stack([(a.double() - b).square().sum(), b.square().sum()])
-        dist.all_reduce(sums)
-        error = (sums[0] / sums[1]).sqrt().item()
-        assert error < MOST_ERROR, f"a relative error of {error}"
-        return error
-
-
-def _peak_cpu(call: Callable[[], Any]) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
-        call()
-    events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
 
 
 def measure(meter: Meter, case: Case, profile: str) -> tuple[list[Row], str]:
@@ -207,7 +149,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     facts = environment(["torchrun", f"--nproc-per-node={count}", *sys.argv]) | {"backend": dist.get_backend()}
     say("; ".join(f"{n} {facts[n]}" for n in ("gpu", "cpu", "cores", "torch", "nccl", "date", "command") if n in facts))
     say(f"G = {count}, S = {args.size}, {args.heads} heads of {args.head_dim}, bf16")
-    meter, rows = Meter(device, args.samples), []
+    meter, rows = Meter(device, args.samples, MOST_ERROR), []
     for profile, part in (("one causal sequence", 1), ("documents of mean S/4", 4), ("documents of mean S/16", 16)):
         borders = packed_borders(args.size, args.size // part)
         say(f"\n{profile}: lengths {[b - a for a, b in pairwise(borders)]}\n{HEADER}")

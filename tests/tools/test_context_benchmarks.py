@@ -1,10 +1,11 @@
-"""benchmarks/context_gradients.py: what docs/training.md says of bytes, and that every way runs and is verified."""
+"""Benchmarks of context parallelism: what docs/training.md says of bytes, and that every way runs and is verified."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from tests.processes import run_processes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import context_gradients
+import context_parallel
 from context_cases import Case, packed_borders, share_of_padded
+from context_meter import Meter
 
 SIZE = 256
 
@@ -27,7 +30,7 @@ def test_bytes_of_the_adjoint_over_those_of_a_padded_reduce_scatter() -> None:
 
 def _measure(rank: int, world_size: int, mean: int, placement: str) -> list[context_gradients.Row]:
     case = Case(torch.device("cpu"), packed_borders(SIZE, mean), 2, 16, placement)
-    return context_gradients.measure(context_gradients.Meter(torch.device("cpu"), 1), case, "")[0]
+    return context_gradients.measure(Meter(torch.device("cpu"), 1, 2e-2), case, "")[0]
 
 
 @pytest.mark.parametrize(("mean", "placement"), [(SIZE, "zigzag"), (SIZE // 16, "contiguous")])
@@ -43,3 +46,26 @@ def test_every_way_is_verified_and_measured(mean: int, placement: str) -> None:
     assert ours.reduction_error == pytest.approx(fp32.reduction_error, rel=1e-3)  # added in fp32, rounded once
     for row in rows:
         assert min(row.reduction_peak, row.step_peak, row.reduction.median, row.step.median) > 0
+
+
+def test_a_layer_in_every_way(tmp_path: Path) -> None:
+    words = ["--size", "64", "--heads", "2", "--key-heads", "1", "--head-dim", "8", "--parts", "1", "8"]
+    words += ["--processes", "2", "--samples", "1", "--json", str(tmp_path / "rows.json")]
+    rows = context_parallel.run(context_parallel.arguments(words), torch.device("cpu"))
+    assert len(rows) == 16 and {row.way for row in rows} == {"shardsum", "one call", "user", "SDPA a document"}
+    assert all(min(row.step.median, row.host, row.peak) > 0 for row in rows)
+    assert (tmp_path / "rows.json").exists()
+
+
+def _train_step(rank: int, world_size: int) -> list[Any]:
+    import train_step
+
+    return train_step.run(train_step.arguments(["--small", "--samples", "1"]), torch.device("cpu"))
+
+
+def test_a_training_step_in_both_ways() -> None:
+    pytest.importorskip("transformers")
+    alone, (together, _) = _train_step(0, 1), run_processes(_train_step, 2)
+    assert [(row.mean, row.way) for row in alone] == [(m, way) for m in (16, 256) for way in ("shardsum", "user")]
+    for a, b in zip(alone, together):
+        assert a.loss == pytest.approx(b.loss, rel=1e-2) and a.tokens_per_second > 0

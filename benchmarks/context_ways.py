@@ -1,0 +1,220 @@
+"""The ways that context_parallel.py compares: one attention layer, forward and backward, on packed documents.
+
+shardsum            group.context_parallel once, then cp.attention
+one call            context_parallel_attention, which finds the plan of the layer before
+user                K and V by all_gather, one variable-length kernel, dK and dV added into a buffer of all positions
+                    and given back by reduce_scatter. In one process: a concatenation, slices, a split.
+SDPA a document     the exchange, then one scaled_dot_product_attention a document
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
+
+from shardsum import ShardGroup, context_parallel_attention
+from shardsum.training.context import ContextBatch
+from shardsum.training.context_kernels import backward, forward
+from shardsum.training.context_plan import Chunk, to_device
+
+BF16 = torch.bfloat16
+
+
+class Layer:
+    """Inputs of one attention layer in bf16, seeded by virtual rank, and the ways to run it.
+
+    Args:
+        device: where it runs.
+        borders: of the documents.
+        processes: contiguous chunks, one a process, or zigzag ones, two a process. All are here when there is one real
+            process.
+        placement: "contiguous" or "zigzag".
+        heads, key_heads, dim: of the attention.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        borders: list[int],
+        processes: int,
+        placement: str,
+        heads: int,
+        key_heads: int,
+        dim: int,
+    ) -> None:
+        ranks = processes * (2 if placement == "zigzag" else 1)
+        self.device, self.borders, self.size = device, borders, borders[-1]
+        self.group = ShardGroup(ranks, placement=placement, device=device)
+        self.lengths = [self.size // ranks] * ranks
+        self.cp = self.group.context_parallel(self.lengths, borders)
+        self.user = UserBatch(self.cp)
+        shapes = [(self.size // ranks, h, dim) for h in (heads, key_heads, key_heads, heads)]
+        inputs: list[list[Tensor]] = [[], [], [], []]
+        for rank in self.group.virtual_ranks:
+            generator = torch.Generator(device).manual_seed(rank)
+            for xs, shape in zip(inputs, shapes):
+                xs.append(torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(BF16))
+        self.qs, self.ks, self.vs, self.gs = inputs
+        for x in (*self.qs, *self.ks, *self.vs):
+            x.requires_grad_()
+
+    @property
+    def ways(self) -> dict[str, Callable[[], list[Tensor]]]:
+        """Each gives the outputs and the gradients of q, k and v of all hosted chunks."""
+        attentions: dict[str, Callable[[], Sequence[Tensor]]] = {
+            "shardsum": self._shardsum,
+            "one call": self._one_call,
+            "user": self._user,
+            "SDPA a document": self._documents,
+        }
+        return {name: partial(self._step, attention) for name, attention in attentions.items()}
+
+    def _step(self, attention: Callable[[], Any]) -> list[Tensor]:
+        outs = attention()
+        outs = [outs] if isinstance(outs, Tensor) else outs
+        grads = torch.autograd.grad(outs, [*self.qs, *self.ks, *self.vs], self.gs)
+        return [*(o.detach() for o in outs), *grads]
+
+    def _shardsum(self) -> Sequence[Tensor]:
+        return self.cp.attention(self.qs, self.ks, self.vs)
+
+    def _one_call(self) -> Sequence[Tensor]:
+        options: dict[str, Any] = {"lengths": self.lengths, "cu_seqlens": self.borders}
+        return context_parallel_attention(self.qs, self.ks, self.vs, self.group, **options)
+
+    def _user(self) -> Sequence[Tensor]:
+        return self.user.attention(self.qs, self.ks, self.vs)
+
+    # What the library did before
+
+    def _documents(self) -> Sequence[Tensor]:
+        plan, dim = self.cp.plan, self.ks[0].shape[-1]
+        kvs = [torch.cat(pair, -1) for pair in zip(self.ks, self.vs)]
+        kvs = self.group.exchange(kvs, plan.owned, plan.needed, size=self.size)
+        outs = []
+        for q, kv, chunk in zip(self.qs, kvs, self.cp.chunks):
+            queries, keys = zip(*chunk.plan.segments)
+            parts = zip(q.split(queries), kv.split(keys))
+            outs.append(torch.cat([_document(one, *both.split(dim, -1)) for one, both in parts]))
+        return outs
+
+
+# What a user writes
+
+
+class UserBatch:
+    """One batch of packed documents in equal chunks, as the engineer plans it who has no library.
+
+    Args:
+        cp: whose documents, chunks and hosted virtual ranks it takes.
+    """
+
+    def __init__(self, cp: ContextBatch) -> None:
+        self.group, self.chunks, self.size, self.length = cp.group, cp.chunks, cp.size, cp.lengths[0]
+        #: Per hosted chunk ``(cu_seq_q, cu_seq_k, max_q, max_k)``.
+        self.borders = []
+        for chunk in cp.chunks:
+            queries, keys = (torch.tensor(column) for column in zip(*chunk.plan.segments))
+            cu = [to_device(F.pad(x.cumsum(0), (1, 0)).int(), cp.group.device) for x in (queries, keys)]
+            self.borders.append((*cu, int(queries.max()), int(keys.max())))
+        owners = cp.group.owners
+        order = sorted(range(len(owners)), key=lambda r: (owners[r], r))
+        #: Where each chunk lies in what an all_gather gives.
+        self.places = [order.index(r) for r in range(len(owners))]
+
+    def attention(
+        self, qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], scale: float | None = None
+    ) -> list[Tensor]:
+        parts = _Gather.apply(self, *ks, *vs)
+        keys, values = parts[: len(ks)], parts[len(ks) :]
+        return [_varlen(*x, scale) for x in zip(qs, keys, values, self.borders, self.chunks)]
+
+    def all_gather(self, xs: Sequence[Tensor]) -> Tensor:
+        if self.group.world_size == 1:
+            return xs[0] if len(xs) == 1 else torch.cat(list(xs))
+        whole = xs[0].new_empty(self.size, *xs[0].shape[1:])
+        dist.all_gather_into_tensor(whole, xs[0].contiguous() if len(xs) == 1 else torch.cat(list(xs)))
+        if self.places == sorted(self.places):
+            return whole
+        chunks = whole.split(self.length)
+        return torch.cat([chunks[place] for place in self.places])
+
+    def reduce_scatter(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        if self.group.world_size == len(grads) == 1:
+            return list(grads)
+        buffer = grads[0].new_zeros(self.size, *grads[0].shape[1:])
+        for grad, chunk in zip(grads, self.chunks):
+            buffer[slice(*chunk.plan.keys)] += grad
+        if self.group.world_size == 1:
+            return list(buffer.split(self.length))
+        if self.places != sorted(self.places):
+            chunks = buffer.split(self.length)
+            buffer = torch.cat([chunks[self.places.index(place)] for place in range(len(chunks))])
+        own = buffer.new_empty(self.size // self.group.world_size, *buffer.shape[1:])
+        dist.reduce_scatter_tensor(own, buffer)
+        return list(own.split(self.length))
+
+
+class _Gather(torch.autograd.Function):
+    """Keys and values that each hosted chunk needs, as slices of all; backward adds into buffers of all positions."""
+
+    @staticmethod
+    def forward(ctx: Any, batch: UserBatch, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.batch, n = batch, len(batch.chunks)
+        wholes = [batch.all_gather(xs[:n]), batch.all_gather(xs[n:])]
+        return tuple(whole[slice(*chunk.plan.keys)] for whole in wholes for chunk in batch.chunks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        n = len(ctx.batch.chunks)
+        return None, *ctx.batch.reduce_scatter(grads[:n]), *ctx.batch.reduce_scatter(grads[n:])
+
+
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, borders: tuple[Tensor, Tensor, int, int], chunk: Chunk, scale: float | None
+) -> Tensor:
+    if q.is_cuda:
+        return varlen_attn(q, k, v, *borders, scale=scale, window_size=(-1, 0), **_GROUPED)
+    return _Cpu.apply(chunk, scale, q, k, v)  # torch's variable-length kernel is for GPUs
+
+
+class _Cpu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chunk: Chunk, scale: float | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = forward(q, k, v, chunk, scale)
+        ctx.chunk, ctx.scale = chunk, scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, None, *backward(grad, *ctx.saved_tensors, ctx.chunk, ctx.scale)
+
+
+def _document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The last query sees the last key."""
+    options: dict[str, Any] = {"is_causal": True}
+    if q.shape[0] != k.shape[0]:
+        shape = q.shape[0], k.shape[0]
+        mask = (
+            causal_lower_right(*shape) if q.is_cuda else torch.ones(shape, dtype=torch.bool).tril(shape[1] - shape[0])
+        )
+        options = {"attn_mask": mask}
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if q.is_cuda else nullcontext():
+        out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
+    return out[0].transpose(0, 1)

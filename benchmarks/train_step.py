@@ -1,0 +1,227 @@
+"""Training steps of a Llama from transformers on packed documents: shardsum against what users write, in one run.
+
+    python benchmarks/train_step.py --device cuda                            # one GPU
+    torchrun --nproc-per-node=2 benchmarks/train_step.py --device cuda       # one sequence over two
+    python benchmarks/train_step.py --small                                  # a tiny model on a CPU
+
+A model of 1.04 billion parameters (16 layers of 2048, 32 query and 8 key heads of 64, random weights), 65,536 positions
+of packed documents with exponentially distributed lengths of mean 512, 2048 and 8192, bf16, activation checkpointing of
+every layer, AdamW. Each process holds one chunk. The ways differ in attention alone:
+
+    shardsum    group.context_parallel once a step, cp.attention in every layer
+    user        K and V by all_gather (none on one process), torch.nn.attention.varlen, dK and dV by reduce_scatter
+
+Both plan the batch anew in every step. Verified before timed: both give the same loss and the same norm of the gradient
+within rounding. Times: medians [20 %, 80 %] of the slowest process, ways in turns. Peak: what torch allocates at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from context_cases import packed_borders
+from context_meter import Meter
+from context_ways import UserBatch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+
+from shardsum import ShardGroup
+from shardsum.tools.bench.rows import environment
+from shardsum.tools.bench.timing import Timing, turns
+
+SEED = 3  # of the documents
+MOST_DIFFERENCE = 1e-2
+SIZES: dict[str, dict[str, int]] = {
+    "1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    },
+    "small": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+    },
+}
+HEADER = "| mean | documents | way | tokens/s | step ms | of user | peak GB | loss |"
+
+
+@dataclass
+class Row:
+    """One way with one set of documents. ``step`` in seconds, ``peak`` in bytes."""
+
+    mean: int
+    documents: int
+    way: str
+    tokens_per_second: float
+    step: Timing
+    of_user: float
+    peak: int
+    loss: float
+
+
+class Attention:
+    """The attention of the way that runs now, as transformers calls it: q, k, v ``(1, heads, rows, head_dim)``."""
+
+    run: Callable[..., Tensor]
+
+    def __call__(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return self.run(q, k, v, scale=scaling)[None], None
+
+
+class Training:
+    """The model, its optimizer and the batch."""
+
+    def __init__(self, size: str, positions: int, device: torch.device) -> None:
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        self.group, self.attention = ShardGroup(processes, device=device), Attention()
+        AttentionInterface.register("benchmark", self.attention)
+        AttentionMaskInterface.register("benchmark", lambda *_, **__: None)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            **SIZES[size], max_position_embeddings=positions, tie_word_embeddings=True, attn_implementation="benchmark"
+        )
+        with torch.device(device):
+            self.model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model.train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=device.type == "cuda")
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(config.vocab_size, (1, positions), generator=generator).to(device)
+
+    def gradients(self, way: str, borders: list[int]) -> Tensor:
+        """The gradients of one step; returns this process's part of the mean loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        cp = self.group.context_parallel(None, borders)
+        if way == "shardsum":
+            self.attention.run = cp.attention
+        else:
+            user = UserBatch(cp)
+            self.attention.run = lambda q, k, v, scale: user.attention([q], [k], [v], scale)[0]
+        labels = cp.shift(self.tokens, whole=True)
+        count = (labels != -100).sum()
+        own, targets = cp.split(self.tokens, dim=1), cp.split(labels, dim=1)
+        logits = self.model(input_ids=own, position_ids=cp.positions[None], use_cache=False).logits
+        loss = F.cross_entropy(logits[0].float(), targets[0], reduction="sum") / count
+        del logits
+        loss.backward()
+        if self.group.world_size > 1:
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter.grad)
+        return loss.detach()
+
+    def step(self, way: str, borders: list[int]) -> None:
+        self.gradients(way, borders)
+        self.optimizer.step()
+
+    def loss_and_norm(self, way: str, borders: list[int]) -> tuple[float, float]:
+        loss = self.gradients(way, borders)
+        if self.group.world_size > 1:
+            dist.all_reduce(loss)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        return loss.item(), norm.item()
+
+
+def measure(training: Training, meter: Meter, mean: int, borders: list[int]) -> list[Row]:
+    ways = ("shardsum", "user")
+    (ours, norm), (users, users_norm) = (training.loss_and_norm(way, borders) for way in ways)
+    for a, b in ((ours, users), (norm, users_norm)):
+        assert abs(a - b) <= MOST_DIFFERENCE * abs(b), (
+            f"loss and norm of the gradient: {ours, norm}, {users, users_norm}"
+        )
+    steps = {way: partial(training.step, way, borders) for way in ways}
+    for step in steps.values():
+        step()
+    times = turns({way: partial(meter.seconds, step) for way, step in steps.items()}, meter.samples)
+    peaks = {way: meter.peak(step, whole=True) for way, step in steps.items()}
+    tokens, user = borders[-1], times["user"].median
+    return [
+        Row(mean, len(borders) - 1, way, tokens / t.median, t, t.median / user, peaks[way], loss)
+        for (way, t), loss in zip(times.items(), (ours, users))
+    ]
+
+
+def line(row: Row) -> str:
+    ms = [1e3 * t for t in (row.step.median, row.step.p20, row.step.p80)]
+    cells = [
+        row.mean,
+        row.documents,
+        row.way,
+        f"{row.tokens_per_second:.4g}",
+        f"{ms[0]:.4g} [{ms[1]:.4g}, {ms[2]:.4g}]",
+    ]
+    return f"| {' | '.join(map(str, [*cells, f'{row.of_user:.3f}', f'{row.peak / 1e9:.2f}', f'{row.loss:.4f}']))} |"
+
+
+def run(args: argparse.Namespace, device: torch.device) -> list[Row]:
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    say = partial(print, flush=True) if first else lambda *_: None
+    facts = environment([sys.executable, *sys.argv])
+    say("; ".join(f"{n} {facts[n]}" for n in ("gpu", "cpu", "cores", "torch", "nccl", "date", "command") if n in facts))
+    training = Training("small" if args.small else "1B", args.positions, device)
+    parameters = sum(p.numel() for p in training.model.parameters())
+    processes = training.group.world_size
+    say(f"{parameters / 1e9:.3g} billion parameters, {args.positions} positions, {processes} processes, bf16")
+    say(f"\n{HEADER}\n{'|---' * 8}|")
+    meter, rows = Meter(device, args.samples, MOST_DIFFERENCE), []
+    for mean in args.means:
+        found = measure(training, meter, mean, packed_borders(args.positions, mean, SEED))
+        rows += found
+        say("\n".join(map(line, found)))
+        if first and args.json:  # as far as it has come
+            data = {**facts, "parameters": parameters, "positions": args.positions, "processes": processes}
+            args.json.write_text(json.dumps({**data, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    return rows
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--small", action="store_true", help="a tiny model and 256 positions")
+    parser.add_argument("--positions", type=int)
+    parser.add_argument("--means", type=int, nargs="+", help="mean lengths of the documents")
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="where process 0 writes the rows")
+    args = parser.parse_args(words)
+    args.positions = args.positions or (256 if args.small else 65536)
+    args.means = args.means or ([16, 256] if args.small else [512, 2048, 8192])
+    return args
+
+
+def main() -> None:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells every start and stop otherwise
+    args = arguments()
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    if "WORLD_SIZE" in os.environ:
+        options = {"device_id": device} if args.device == "cuda" else {}
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **options)
+    run(args, device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
