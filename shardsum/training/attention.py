@@ -90,5 +90,5 @@ def _batch(
     borders = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     asked = repr((lengths, borders, causal, window))
     if group.last_sequence is None or group.last_sequence[0] != asked:
-        group.last_sequence = asked, group.context_parallel(lengths, cu_seqlens, causal, window).plan
-    return ContextBatch(group, group.last_sequence[1])
+        group.last_sequence = asked, group.context_parallel(lengths, cu_seqlens, causal, window).plan, {}
+    return ContextBatch(group, *group.last_sequence[1:])

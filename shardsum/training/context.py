@@ -28,6 +28,7 @@ from .lockstep import running
 
 if TYPE_CHECKING:
     from ..group.group import CollectiveGroup
+    from ..group.plan import Plan
 
 Hosted = Tensor | Sequence[Tensor]
 
@@ -47,8 +48,10 @@ class ContextBatch:
         recompute_exchange: K and V of other chunks are not kept from forward to backward but sent again.
     """
 
-    def __init__(self, group: CollectiveGroup, plan: SequencePlan) -> None:
+    def __init__(self, group: CollectiveGroup, plan: SequencePlan, exchanges: dict[Any, Plan] | None = None) -> None:
         self.group, self.plan = group, plan
+        #: Plans of exchanges by what travels, from those that the caller has of this sequence.
+        self.exchanges: dict[Any, Plan] = {} if exchanges is None else exchanges
         self.lengths, self.cu_seqlens, self.window = plan.lengths, plan.cu_seqlens, plan.window
         self.size, self.work, self.chunks = plan.size, plan.work, plan.chunks
         self.recompute_exchange = plan.recompute_exchange
@@ -228,7 +231,7 @@ class ContextBatch:
         inner: Callable[[Tensor, Tensor, Tensor, Borders], Any],
         return_lse: bool,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        keys, values = ops.send(self, ks, vs)
+        keys, values = ops.send(self, ks, vs, "attention")
         outs, lses = [], []
         for q, key, value, chunk in zip(qs, keys, values, self.chunks):
             if not chunk.calls:

@@ -48,23 +48,36 @@ def _batch_of(key: Tensor) -> ContextBatch:
     return batch
 
 
-def exchange(batch: ContextBatch, shards: Sequence[Tensor], back: bool = False) -> list[Tensor]:
-    """Rows of every chunk to all that need them as keys; ``back``: the adjoint, a sum in rank order to their owners."""
-    owned, needed = batch.plan.owned, batch.plan.needed
-    sources, sinks = (needed, owned) if back else (owned, needed)
-    return batch.group.exchange(list(shards), sources, sinks, size=batch.size)
+def exchange(batch: ContextBatch, shards: Sequence[Tensor], name: str, back: bool = False) -> list[Tensor]:
+    """Rows of every chunk to all that need them as keys; ``back``: the adjoint, a sum in rank order to their owners.
+
+    Args:
+        name: what processes compare beside the rows: whether a backward follows must be the same on all.
+    """
+    first = shards[0]
+    key = name, tuple(first.shape[1:]), first.dtype
+    if key not in batch.exchanges:
+        sequence = batch.plan
+        options: dict[str, Any] = {"row_shape": key[1], "dtype": first.dtype, "name": name}
+        batch.exchanges[key] = batch.group.plan(
+            "exchange", in_intervals=sequence.owned, out_intervals=sequence.needed, size=sequence.size, **options
+        )
+    plan = batch.exchanges[key]
+    return (plan.adjoint if back else plan).on_list(list(shards))
 
 
-def send(batch: ContextBatch, ks: Sequence[Tensor], vs: Sequence[Tensor], back: bool = False) -> list[list[Tensor]]:
+def send(
+    batch: ContextBatch, ks: Sequence[Tensor], vs: Sequence[Tensor], name: str, back: bool = False
+) -> list[list[Tensor]]:
     """K and V, exchanged. The results may be halves of one tensor: kernels read them at a stride."""
     row = ks[0].shape[1] * ks[0].shape[2] * ks[0].element_size()
     if batch.group.world_size == 1 or batch.size * row >= _APART_BYTES * batch.group.world_size:
-        return [exchange(batch, ks, back), exchange(batch, vs, back)]
+        return [exchange(batch, ks, name, back), exchange(batch, vs, name, back)]
     if ks[0].shape[2] != vs[0].shape[2]:
         dims = [ks[0].shape[2], vs[0].shape[2]]
-        both = exchange(batch, [torch.cat(pair, -1) for pair in zip(ks, vs)], back)
+        both = exchange(batch, [torch.cat(pair, -1) for pair in zip(ks, vs)], name, back)
         return [list(half) for half in zip(*(x.split(dims, -1) for x in both))]
-    both = exchange(batch, list(map(_packed, ks, vs)), back)
+    both = exchange(batch, list(map(_packed, ks, vs)), name, back)
     return [list(half) for half in zip(*(x.unbind(1) for x in both))]
 
 
@@ -79,26 +92,36 @@ def _packed(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _forward(
-    batch: ContextBatch, qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], scale: float | None
+    batch: ContextBatch,
+    qs: Sequence[Tensor],
+    ks: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    scale: float | None,
+    name: str = "attention",
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """``(keys, values, outs, lses)`` per hosted chunk."""
-    keys, values = send(batch, ks, vs)
+    keys, values = send(batch, ks, vs, name)
     results = [forward(*inputs, scale) for inputs in zip(qs, keys, values, batch.chunks)]
     outs, lses = map(list, zip(*results))
     return keys, values, outs, lses
 
 
 def _backward(
-    batch: ContextBatch, grads: Sequence[Tensor], saved: Sequence[Tensor], scale: float | None, local: bool
+    batch: ContextBatch,
+    grads: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    scale: float | None,
+    local: bool,
+    name: str = "attention",
 ) -> list[Tensor]:
     """Gradients of q, k and v. ``saved``: what :func:`_forward` took and gave; ``local``: K and V as it took them."""
     qs, keys, values, outs, lses = _parts(saved, 5)
     if local:
-        keys, values = send(batch, keys, values)
+        keys, values = send(batch, keys, values, name)
     hosted = zip(grads, qs, keys, values, outs, lses, batch.chunks)
     found = [backward(g, q, k, v, out, lse, chunk, scale) for g, q, k, v, out, lse, chunk in hosted]
     dqs, dks, dvs = map(list, zip(*found))
-    return [*dqs, *itertools.chain(*send(batch, dks, dvs, back=True))]
+    return [*dqs, *itertools.chain(*send(batch, dks, dvs, name, back=True))]
 
 
 def _parts(xs: Sequence[Any], count: int) -> list[list[Any]]:
@@ -110,8 +133,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, batch: ContextBatch, scale: float | None, *tensors: Tensor) -> Any:  # type: ignore[override]
         qs, ks, vs = _parts(tensors, 3)
-        keys, values, outs, lses = _forward(batch, qs, ks, vs, scale)
-        ctx.batch, ctx.scale = batch, scale
+        name = "attention and its gradient" if any(ctx.needs_input_grad) else "attention"
+        keys, values, outs, lses = _forward(batch, qs, ks, vs, scale, name)
+        ctx.batch, ctx.scale, ctx.name = batch, scale, name
         kept = (ks, vs) if batch.recompute_exchange else (keys, values)
         ctx.save_for_backward(*qs, *kept[0], *kept[1], *outs, *lses)
         ctx.mark_non_differentiable(*lses)
@@ -122,7 +146,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
         batch = ctx.batch
         cotangents = grads[: len(batch.chunks)]
-        found = _backward(batch, cotangents, ctx.saved_tensors, ctx.scale, batch.recompute_exchange)
+        found = _backward(batch, cotangents, ctx.saved_tensors, ctx.scale, batch.recompute_exchange, ctx.name)
         return None, None, *found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..group.group import CollectiveGroup
+from ..group.plan import Plan
 from . import checkpointing, lockstep
 from .context import ContextBatch
 from .context_balance import POSITION_COST, balanced_lengths
@@ -22,8 +23,9 @@ class ShardGroup(CollectiveGroup):
 
     _generators: RankGenerators | None = None
 
-    #: What :func:`shardsum.context_parallel_attention` asked for last, and its plan.
-    last_sequence: tuple[str, SequencePlan] | None = None
+    #: What :func:`shardsum.context_parallel_attention` asked for last, and the plans of that (not the batch: it holds
+    #: this group).
+    last_sequence: tuple[str, SequencePlan, dict[Any, Plan]] | None = None
 
     def context_parallel(
         self,

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardsum import ShardGroup, context_parallel_attention
 from shardsum.core import bits, reference
+from shardsum.training import context_ops
 from tests.processes import run_processes
 
 EPS = 2.0**-24
@@ -100,22 +101,12 @@ def test_low_precision_is_as_good_as_one_process(dtype: torch.dtype) -> None:
         assert mine.dtype == dtype and (mine - exact).abs().max() <= 1.5 * (whole[name] - exact).abs().max() + ulp
 
 
-class _ReferenceExchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, intervals: list, wanted: list, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.args, ctx.dtype = (intervals, wanted), shards[0].dtype
-        return tuple(reference.exchange(shards, intervals, wanted, out_dtype=ctx.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        return None, None, *reference.exchange_adjoint(grads, *ctx.args, dtype=ctx.dtype)
-
-
-class _ReferenceGroup(ShardGroup):
-    """Exchanges by the loops of reference.py, forward and adjoint."""
-
-    def exchange(self, shards: Any, in_intervals: Any, out_intervals: Any, *, size: int, **_: Any) -> Any:
-        return list(_ReferenceExchange.apply(in_intervals, out_intervals, *shards))
+def reference_exchange(batch: Any, shards: Any, name: str, back: bool = False) -> list[torch.Tensor]:
+    """The exchange by the loops of reference.py, forward and adjoint, in place of context_ops.exchange."""
+    owned, needed = batch.plan.owned, batch.plan.needed
+    if back:
+        return reference.exchange_adjoint(shards, owned, needed, dtype=shards[0].dtype)
+    return reference.exchange(shards, owned, needed, out_dtype=shards[0].dtype)
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -125,10 +116,11 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("case", CASES)
-def test_gradient_is_the_sum_in_rank_order(case: str, dtype: torch.dtype) -> None:
+def test_gradient_is_the_sum_in_rank_order(monkeypatch: pytest.MonkeyPatch, case: str, dtype: torch.dtype) -> None:
     lengths, borders = CASES[case]
     found = forward_backward(ShardGroup(len(lengths)), lengths, borders, dtype=dtype)
-    expected = forward_backward(_ReferenceGroup(len(lengths)), lengths, borders, dtype=dtype)
+    monkeypatch.setattr(context_ops, "exchange", reference_exchange)
+    expected = forward_backward(ShardGroup(len(lengths)), lengths, borders, dtype=dtype)
     for f, e in zip(found, expected):
         assert_same(f, e)
 
@@ -211,14 +203,12 @@ def test_backward_collectives_match_with_empty_chunks_and_unused_outputs(
             assert grad is not None and bits.equal(grad, expected[r])
 
 
-def test_two_exchanges_forward_and_every_output_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_output_hangs_on_the_exchange() -> None:
     lengths, borders = CASES["packed"]
-    group, calls = ShardGroup(len(lengths)), []
-    real = ShardGroup.exchange
-    monkeypatch.setattr(ShardGroup, "exchange", lambda self, *a, **k: calls.append(a) or real(self, *a, **k))
+    group = ShardGroup(len(lengths))
     q, k, v, _ = (chunks(x, lengths, group.virtual_ranks) for x in make(lengths))
     outs = context_parallel_attention(q, k, v, group, lengths=lengths, cu_seqlens=borders)
-    assert len(calls) == 2 and all(o.grad_fn is not None for o in outs)
+    assert len({o.grad_fn for o in outs}) == 1 and outs[0].grad_fn is not None
     assert [tuple(o.shape) for o in outs] == [(n, 4, 16) for n in lengths]
     outs[1].sum().backward()  # the empty chunk's output reaches the exchange
     assert all(t.grad is not None for t in k)
@@ -226,18 +216,9 @@ def test_two_exchanges_forward_and_every_output_in_the_graph(monkeypatch: pytest
 
 def test_only_straddling_documents_travel() -> None:
     """Chunk 1 needs 5 earlier positions, chunk 2 none, chunk 3 all 20 of the document that fills chunk 2."""
-    group, seen = ShardGroup(4), []
-
-    class Spy(_ReferenceGroup):
-        def exchange(self, shards: Any, in_intervals: Any, out_intervals: Any, *, size: int, **_: Any) -> Any:
-            seen.append((in_intervals, out_intervals, size))
-            return super().exchange(shards, in_intervals, out_intervals, size=size)
-
-    group = Spy(4)
-    lengths = [20, 20, 20, 20]
-    q, k, v, _ = (chunks(x, lengths, range(4)) for x in make(lengths))
-    context_parallel_attention(q, k, v, group, lengths=lengths, cu_seqlens=torch.tensor([0, 15, 40, 80]))
-    assert seen == [([(0, 20), (20, 40), (40, 60), (60, 80)], [(0, 20), (15, 40), (40, 60), (40, 80)], 80)] * 2  # k, v
+    plan = ShardGroup(4).context_parallel([20] * 4, torch.tensor([0, 15, 40, 80])).plan
+    assert plan.owned == [(0, 20), (20, 40), (40, 60), (60, 80)]
+    assert plan.needed == [(0, 20), (15, 40), (40, 60), (40, 80)]
 
 
 def _agreed_lengths(rank: int, world_size: int) -> torch.Tensor:
