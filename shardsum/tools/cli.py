@@ -12,11 +12,25 @@ import os
 import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
+from typing import Any, Literal
 
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+import yaml
+from jsonargparse import (
+    ArgumentParser,
+    DefaultHelpFormatter,
+    Namespace,
+    get_loader,
+    set_loader,
+    set_parsing_settings,
+)
+from yaml import AliasEvent, SafeLoader, YAMLError
 
+from .. import __version__
 from .compare import CompareConfig
 from .train.config import RunConfig
+
+_MODE = "yaml without aliases"
+_plain_yaml = get_loader("yaml")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["bench"]:
             return _bench(arguments[1:])
         parser = build_parser()
-        options = parser.instantiate(parser.parse_args(arguments))
+        parsed = parser.parse_args(arguments)
+        _check_sections(parsed[parsed.subcommand])
+        options = parser.instantiate(parsed)
         return _COMMANDS[options.subcommand](options[options.subcommand])
     except (ArgumentError, ValueError, OSError) as error:
         rank = os.environ.get("RANK")
@@ -38,34 +54,106 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> ArgumentParser:
     """The parser of all commands; ``bench`` parses its own arguments."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(
+    set_loader(_MODE, _load_yaml, (YAMLError,))
+    parser = _parser(
+        "Ragged sums over sequence-parallel ranks: the same bits on any number of processes.",
+        "shardsum doctor\nshardsum train --config configs/emulation.yaml --train.steps 50\n"
+        "torchrun --nproc-per-node=4 -m shardsum train --train.steps 50",
         prog="shardsum",
-        description="Ragged sums over sequence-parallel ranks: the same bits on any number of processes.",
-        exit_on_error=False,
-        allow_abbrev=False,
+        version=__version__,
     )
     commands = parser.add_subcommands(required=True, metavar="command")
-    commands.add_subcommand("doctor", _parser(), help="say what this machine has and which path sums run on")
 
-    train = _parser()
-    train.add_argument("--config", action="config", help="YAML file; options after it win")
-    train.add_class_arguments(RunConfig, skip={"resume"})
-    train.add_argument("--resume", action="store_true", help="go on from the checkpoint in the run folder")
-    commands.add_subcommand("train", train, help="train a byte-level transformer on R virtual ranks")
+    doctor = _parser(
+        "Says what this machine has and which path sums run on. The exit code is 0 if sums can run as asked, else 1.",
+        "shardsum doctor",
+    )
+    commands.add_subcommand("doctor", doctor, help="Say what this machine has and which path sums run on.")
 
-    compare = _parser()
-    compare.add_argument("--config", action="config", help="YAML file; options after it win")
-    compare.add_class_arguments(CompareConfig, skip={"runs"})
-    compare.add_argument("--runs", nargs=2, metavar=("A", "B"), help="compare the bits of two run folders instead")
-    commands.add_subcommand("compare", compare, help="the same bits on every transport and backend, or of two runs")
+    train = _parser(
+        "Trains a byte-level transformer on R virtual ranks, hosted by the processes that were launched, and prints a "
+        "hash over its parameters and losses: the same for any number of processes. Options of --config and of the "
+        "command line are the same; what stands later wins.",
+        "shardsum train --train.steps 50\n"
+        "shardsum train --config configs/emulation.yaml --train.parallel documents\n"
+        "torchrun --nproc-per-node=4 --max-restarts=3 -m shardsum train --folder runs/a\n"
+        "shardsum train --folder runs/a --train.steps 400 --resume",
+    )
+    train.add_argument("--config", action="config", help="YAML file with options. Those after it win.")
+    train.add_class_arguments(RunConfig, skip={"resume", "trace"})
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        const="required",
+        metavar="{never,required,auto}",
+        type=Literal["never", "required", "auto"] | None,
+        help="Go on from the checkpoint in the run folder. never: a folder that holds one is refused. required (what "
+        "--resume alone means): a folder that holds none is refused. auto: go on if there is one. Without it: auto "
+        "under a launcher, whose restarts therefore go on, else never.",
+    )
+    train.add_argument(
+        "--trace",
+        action="store_true",
+        help="Write hashes of every step's loss, gradients and parameters, for shardsum compare --runs.",
+    )
+    commands.add_subcommand("train", train, help="Train a byte-level transformer on R virtual ranks.")
 
-    commands.add_subcommand("bench", _parser(), help="measure against named baselines (see: shardsum bench --help)")
-    commands.add_subcommand("build", _parser(), help="build the native library ahead of its first use")
+    compare = _parser(
+        "Computes one ragged sum and its mean, in several dtypes, by every path that runs here, and compares the bits. "
+        "With --runs it compares two runs of shardsum train instead: their losses and checkpoints and, if both were "
+        "made with --trace, the first step, tensor and element in which they differ.",
+        "shardsum compare\ntorchrun --nproc-per-node=4 -m shardsum compare --placement zigzag\n"
+        "shardsum compare --runs runs/a runs/b",
+    )
+    compare.add_argument("--config", action="config", help="YAML file with options. Those after it win.")
+    compare.add_class_arguments(CompareConfig)
+    compare.add_argument("--runs", nargs=2, metavar=("A", "B"), help="Compare the bits of two run folders instead.")
+    commands.add_subcommand("compare", compare, help="Compare the bits of every transport and backend, or of two runs.")
+
+    commands.add_subcommand("bench", _parser(), help="Measure against named baselines (see: shardsum bench --help).")
+    build = _parser(
+        "Builds the native library now instead of at its first use, and prints where it is. With nvcc, CUDA kernels "
+        "are built too, which takes minutes.",
+        "shardsum build",
+    )
+    commands.add_subcommand("build", build, help="Build the native library ahead of its first use.")
     return parser
 
 
-def _parser() -> ArgumentParser:
-    return ArgumentParser(exit_on_error=False, allow_abbrev=False)
+def _check_sections(options: Namespace) -> None:
+    """A section of a file that holds no settings (``train: null``) is refused; the parser takes it as it is."""
+    for name in ("group", "model", "train"):
+        if name in options and not isinstance(options[name], Namespace):
+            raise ValueError(f"{name}: expected settings or nothing at all, got {options[name]!r}")
+
+
+class _Help(DefaultHelpFormatter):
+    """Examples keep their lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("examples:"):
+            return "\n".join(indent + line for line in text.splitlines())
+        return super()._fill_text(text, width, indent)
+
+
+def _parser(description: str | None = None, examples: str = "", **options: Any) -> ArgumentParser:
+    epilog = "\n  ".join(["examples:", *examples.splitlines()]) if examples else None
+    return ArgumentParser(
+        description=description,
+        epilog=epilog,
+        formatter_class=_Help,
+        parser_mode=_MODE,
+        exit_on_error=False,
+        allow_abbrev=False,
+        **options,
+    )
+
+
+def _load_yaml(text: str) -> Any:
+    """Values and files of options. Aliases are refused: a few lines of them unfold to more than any memory holds."""
+    if any(isinstance(event, AliasEvent) for event in yaml.parse(text, Loader=SafeLoader)):
+        raise YAMLError("aliases (*name) are not supported; write the values out")
+    return _plain_yaml(text)
 
 
 # Each command imports what it needs when it runs: --help and a wrong option should not wait for the rest.
@@ -85,7 +173,8 @@ def _train(options: Namespace) -> int:
 
 
 def _compare(options: Namespace) -> int:
-    from .compare import compare_paths, compare_runs
+    from .compare import compare_paths
+    from .compare_runs import compare_runs
 
     if options.runs:
         return compare_runs(*options.runs)

@@ -1,4 +1,4 @@
-"""``shardsum compare``: the same bits on every backend and transport that runs here, or in two run folders.
+"""``shardsum compare``: the same bits on every backend and transport that runs here.
 
 Every process makes the shards of all R virtual ranks from the seed, so each computes the definition
 (:mod:`shardsum.core.reference`) for itself and holds every path against it.
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -21,7 +20,7 @@ from ..core import bits, layout, reference
 from ..local.functional import ragged_sum
 from ..native import loader as native
 from ..training.shard_group import ShardGroup
-from .launcher import gather_bytes, launched
+from .launcher import gather_texts, launched
 
 _TIMEOUT = 60.0
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
@@ -37,7 +36,7 @@ class CompareConfig:
     size: int = 20
     """Positions of the sum, S_MAX."""
     lengths: list[int] | None = None
-    """Valid positions of each virtual rank, R of them; default: size for every rank."""
+    """Valid positions of each virtual rank, R of them; default: uneven ones, one of them 0 and one of them size."""
     features: int = 96
     """Features of a position in the random shards."""
     seed: int = 0
@@ -60,6 +59,18 @@ class CompareConfig:
                 raise ValueError(f"lengths: virtual rank {r} has {n}, not in [0, size = {self.size}]")
 
 
+def ragged_lengths(num_virtual_ranks: int, size: int) -> list[int]:
+    """An example of R uneven lengths between 0 and ``size``, both included, in a mixed order.
+
+    Example:
+        >>> ragged_lengths(4, 20)
+        [6, 20, 0, 13]
+    """
+    last = num_virtual_ranks - 1
+    order = [*range(1, num_virtual_ranks, 2), *range(0, num_virtual_ranks, 2)]
+    return [size * part // last for part in order] if last else [size]
+
+
 def compare_paths(config: CompareConfig) -> int:
     """Print the reduced row, every path's verdict and the hash; 0 when all are the same bits. Collective."""
     with launched(config.device, _TIMEOUT) as device:
@@ -71,7 +82,7 @@ class _Comparison:
 
     def __init__(self, config: CompareConfig, device: torch.device) -> None:
         self.config = config
-        self.lengths = config.lengths or [config.size] * config.num_virtual_ranks
+        self.lengths = config.lengths or ragged_lengths(config.num_virtual_ranks, config.size)
         self.device = device
         self.group = self._group("auto")
         self.inputs = [self._random_shards(dtype) for dtype in _DTYPES]
@@ -111,8 +122,7 @@ class _Comparison:
             return True
         found = self._results(path)
         own = bits.digest(*found)
-        digests = {digest.hex() for digest in gather_bytes(self.group, bytes.fromhex(own))}
-        same = digests == {bits.digest(*self.expected)}
+        same = set(gather_texts(self.group, own)) == {bits.digest(*self.expected)}
         self._print(f"{name:<28} {'the same bits' if same else 'OTHER BITS'}")
         for i, (a, b) in enumerate(zip(found, self.expected)):
             difference = bits.first_difference(a, b)
@@ -158,34 +168,3 @@ class _Comparison:
             device=self.device,
             timeout=timedelta(seconds=_TIMEOUT),
         )
-
-
-def compare_runs(a: str, b: str) -> int:
-    """Print the first difference of the checkpoints of two run folders; 0 when there is none.
-
-    Raises:
-        ValueError: a folder holds no checkpoint.
-    """
-    first, second = _checkpoint(a), _checkpoint(b)
-    steps = first["losses"].shape[0], second["losses"].shape[0]
-    if steps[0] != steps[1]:
-        print(f"{a} has {steps[0]} steps, {b} has {steps[1]}")
-    common = min(steps)
-    difference = bits.first_difference(
-        {"losses": first.pop("losses")[:common]}, {"losses": second.pop("losses")[:common]}
-    )
-    print(f"losses of {common} steps: {difference or 'the same bits'}")
-    later = bits.first_difference(first, second)
-    print(f"{len(first)} tensors at the end: {later or 'the same bits'}")
-    return int(difference is not None or later is not None or steps[0] != steps[1])
-
-
-def _checkpoint(folder: str) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    from .train.checkpoint import NAME
-
-    path = Path(folder) / NAME
-    if not path.exists():
-        raise ValueError(f"runs: {folder} holds no {NAME}")
-    return load_file(path)

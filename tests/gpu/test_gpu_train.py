@@ -103,5 +103,5 @@ def test_two_gpus_have_the_hash_of_one(
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_checkpoint_of_two_gpus_goes_on_on_one(alone: Callable[[str], Path], together: Path, tmp_path: Path) -> None:
     shutil.copytree(together / "half", tmp_path / "resumed")
-    train(1, [dataclasses.replace(config(tmp_path / "resumed", *MODES[0]), resume=True)])
+    train(1, [dataclasses.replace(config(tmp_path / "resumed", *MODES[0]), resume="required")])
     assert_same_runs(alone("-".join(MODES[0][:2])), tmp_path / "resumed")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from shardsum.tools import cli
 from shardsum.tools.train.checkpoint import NAME
@@ -50,8 +49,9 @@ def test_options_after_the_file_win_and_options_before_it_lose(tmp_path: Path) -
 
 
 def test_flags_are_bare_and_defaults_are_visible() -> None:
-    assert parse("train", "--folder", "r", "--resume").resume is True
-    assert parse("train").resume is False
+    assert parse("train", "--folder", "r", "--resume").resume == "required"
+    assert parse("train", "--resume", "auto").resume == "auto"
+    assert parse("train").resume is None and parse("train").trace is False
     assert parse("train").group.num_virtual_ranks == 4
 
 
@@ -200,20 +200,46 @@ def test_compare_notices_other_bits(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "ulp apart" in printed.err
 
 
-def test_compare_runs_names_the_first_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = {"losses": torch.tensor([3.0, 2.0, 1.0]), "model.w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
-    for name in ("a", "b", "c"):
-        (tmp_path / name).mkdir()
-        save_file(tensors, tmp_path / name / NAME)
-    changed = load_file(tmp_path / "c" / NAME)
-    changed["losses"][1] = torch.nextafter(changed["losses"][1], torch.tensor(9.0))
-    changed["model.w"][1, 0] = 5.0
-    save_file(changed, tmp_path / "c" / NAME)
+# -- files of options -------------------------------------------------------------------------------------------------
 
-    a, b, c = (str(tmp_path / name) for name in ("a", "b", "c"))
-    assert cli.main(["compare", "--runs", a, b]) == 0
-    assert capsys.readouterr().out.count("the same bits") == 2
-    assert cli.main(["compare", "--runs", a, c]) == 1
-    out = capsys.readouterr().out
-    assert "losses[1]" in out and "1 ulp apart" in out
-    assert "model.w[1, 0]: 3.0 against 5.0" in out
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("train: null\n", "train: expected settings or nothing at all, got None"),
+        ("group:\n", "group"),
+        ("a: &a [1, 1]\nb: &b [*a, *a]\ndata: *b\n", "aliases (*name) are not supported"),
+        ("train: [1, 2]\n", "train"),
+        ("- 1\n", "config"),
+        ("\t:", "config"),
+    ],
+)
+def test_a_wrong_file_of_options_is_one_line(
+    content: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(content)
+    assert sentence in refuse(capsys, "train", "--config", str(file), "--folder", str(tmp_path / "run"))
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_alias_bomb_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
+    (tmp_path / "f.yaml").write_text("\n".join(lines))
+    for command in ("train", "compare"):
+        assert "aliases (*name) are not supported" in refuse(capsys, command, "--config", str(tmp_path / "f.yaml"))
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    import shardsum
+
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"shardsum {shardsum.__version__}\n"
+    for command in ("doctor", "train", "compare", "build"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        text = capsys.readouterr().out
+        assert re.search(rf"^examples:\n  .*shardsum {command}", text, re.MULTILINE)
+        assert re.search(r"\n\n[A-Z].*\.\s*\n\noptions:", text, re.DOTALL)  # a description in whole sentences

@@ -14,79 +14,25 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
-import matplotlib.backends.backend_agg  # noqa: F401  (once, not in every forked process)
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # AdamW imports it; here once, not in every forked process
 from safetensors.torch import load_file
 
 from shardsum import ShardGroup
 from shardsum.core.layout import owners_of
 from shardsum.tools import cli
-from shardsum.tools.train import GroupConfig, ModelConfig, RunConfig, RunResult, TrainConfig, loop, plots, run
-from shardsum.tools.train.checkpoint import NAME
+from shardsum.tools.train import ModelConfig, RunConfig, RunResult, loop, plots, run
+from shardsum.tools.train.checkpoint import NAME, PREVIOUS
 from shardsum.tools.train.data import START, Corpus
 from shardsum.tools.train.model import ByteTransformer
 from shardsum.tools.train.step import Step
 from tests.processes import run_processes
+from tests.tools.runs import SMALLEST, STEPS, tiny, train_processes
 
-STEPS = 4
-SMALLEST = ModelConfig(width=16, layers=1, heads=2, kv_heads=1, dropout=0.1)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Some real source files: the whole standard library is read by the launcher's test."""
-    folder = tmp_path_factory.mktemp("text")
-    for name in ("argparse.py", "heapq.py", "textwrap.py"):
-        shutil.copy(Path(sysconfig.get_path("stdlib")) / name, folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_picture() -> Iterator[None]:
-    """Drawing takes longer than a tiny run; the test of the run folder looks at the picture."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "save_plots", lambda path, **_: None)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def torch_settings() -> Iterator[None]:
-    """A run changes settings of the whole process."""
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
-    torch.set_rng_state(state)
-
-
-def tiny(text: str, folder: Path, parallel: str, **changes: object) -> RunConfig:
-    """R = 4, uneven chunks, grouped queries, dropout, two micro-steps: everything that could tell processes apart."""
-    train = {"steps": STEPS, "sequence_length": 110, "document_length": 48, "accumulation": 2, "save_every": 0}
-    return RunConfig(
-        group=GroupConfig(placement=str(changes.pop("placement", "contiguous"))),  # type: ignore[arg-type]
-        model=ModelConfig(width=32, layers=2, heads=4, kv_heads=2, dropout=0.1),
-        train=TrainConfig(**{**train, "parallel": parallel, **changes}),  # type: ignore[arg-type]
-        data=text,
-        folder=str(folder),
-    )
-
-
-def train_processes(config: RunConfig, world_size: int) -> RunResult:
-    """Run on forked processes; all of them must return the same."""
-    results = run_processes(_train, world_size, config)
-    assert len({result.hash for result in results}) == 1
-    return results[0]
-
-
-def _train(rank: int, world_size: int, config: RunConfig) -> RunResult:
-    return run(config)
+pytestmark = pytest.mark.usefixtures("no_picture", "torch_settings")
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -150,7 +96,7 @@ def test_the_loss_falls_and_the_run_folder_holds_everything(
     text: str, tmp_path: Path, parallel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "save_plots", plots.save_plots)
+    monkeypatch.setattr(loop, "draw_run", plots.draw_run)
     config = tiny(text, Path("run"), parallel, steps=40, save_every=25)
     result = run(config)
     assert result.losses.shape == (40,)
@@ -165,15 +111,21 @@ def test_the_loss_falls_and_the_run_folder_holds_everything(
     assert tensors["rng.cpu"].shape[0] == 4
     assert len({bytes(state.tolist()) for state in tensors["rng.cpu"]}) == 4
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
-    assert sorted(p.name for p in Path("run").iterdir()) == [NAME, "config.yaml", "metrics.jsonl", "run.png"]
+    assert sorted(p.name for p in Path("run").iterdir()) == [
+        PREVIOUS,
+        NAME,
+        "config.yaml",
+        "metrics.jsonl",
+        "run.png",
+    ]
 
 
-def test_a_picture_of_no_step_and_of_many_processes(text: str, tmp_path: Path) -> None:
+def test_a_picture_of_no_step_and_of_many_processes(text: str) -> None:
     corpus = Corpus(text, 48, 0)
     nothing = {"losses": np.zeros(0, np.float32), "loss_per_position": np.zeros((48, 2), np.float32)}
     owners = owners_of(20, 10, "zigzag")
-    plots.save_plots(tmp_path / "a.png", **nothing, batch=corpus.packed(0, 20, 12), owners=owners)  # empty chunks, too
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    picture = plots.draw_run(**nothing, batch=corpus.packed(0, 20, 12), owners=owners)  # empty chunks, too
+    assert picture.startswith(b"\x89PNG")
 
 
 def test_splitting_a_sequence_changes_its_loss_and_gradients_by_rounding_only(text: str) -> None:
@@ -207,13 +159,13 @@ def test_a_run_folder_is_not_overwritten_and_other_settings_are_not_resumed(text
         run(config)
     other = tiny(text, tmp_path / "a", "documents", learning_rate=1.0)
     with pytest.raises(ValueError, match=r"train.learning_rate is 1.0, but the checkpoint was made with 0.003"):
-        run(dataclasses.replace(other, resume=True))
+        run(dataclasses.replace(other, resume="required"))
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("another text")
     with pytest.raises(ValueError, match="not the data of the checkpoint"):
-        run(dataclasses.replace(config, data=str(tmp_path / "text"), resume=True))
+        run(dataclasses.replace(config, data=str(tmp_path / "text"), resume="required"))
     with pytest.raises(ValueError, match="holds no checkpoint"):
-        run(dataclasses.replace(config, folder=str(tmp_path / "b"), resume=True))
+        run(dataclasses.replace(config, folder=str(tmp_path / "b"), resume="required"))
 
 
 # -- forked processes -------------------------------------------------------------------------------------------------
@@ -268,7 +220,7 @@ def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_three(
         folder = tmp_path / f"resumed-{world_size}"
         shutil.copytree(tmp_path / "run", folder)
         config = tiny(text, folder, parallel, placement="zigzag")
-        result = train_processes(dataclasses.replace(config, resume=True), world_size)
+        result = train_processes(dataclasses.replace(config, resume="required"), world_size)
         assert result.hash == alone[parallel].hash
         assert len((folder / "metrics.jsonl").read_text().splitlines()) == STEPS
 
@@ -293,7 +245,7 @@ def test_ctrl_c_on_one_process_saves_a_checkpoint_that_goes_on_to_the_same_hash(
     results = run_processes(_interrupted, 2, config)
     assert [result.interrupted for result in results] == [True, True]
     assert [len(result.losses) for result in results] == [2, 2]
-    resumed = train_processes(dataclasses.replace(config, resume=True), 1)
+    resumed = train_processes(dataclasses.replace(config, resume="required"), 1)
     assert not resumed.interrupted
     assert resumed.hash == alone["context"].hash
 

@@ -1,38 +1,47 @@
-"""The checkpoint of a run: one safetensors file that any number of processes can resume.
+"""The checkpoint of a run: one safetensors file that any number of processes can resume, and the one before it.
 
 Everything in it belongs to the model or to a virtual rank, nothing to a process:
 
     model.NAME                                parameters
-    optimizer.NAME.{step,exp_avg,exp_avg_sq}  AdamW's state
+    optimizer.NAME.{step,exp_avg,exp_avg_sq}  AdamW's state (none before the first step)
     rng.cpu, rng.cuda                         uint8 ``(R, n)``: the generator state of every virtual rank
     losses                                    float32 ``(steps,)``
     loss_per_position                         float32 ``(document_length, 2)``: decayed sum and count
 
-The position in the data is the number of steps. Metadata: the settings of the run, the digest of its data.
+Metadata, all strings: ``format``, ``config`` (the settings as JSON), ``data`` (digest of the documents), ``steps``
+(also the position in the data), and ``sha256`` over the rest: the metadata, and every tensor's name, dtype, shape and
+bytes. Nothing is resumed from a file whose bytes do not have that sum.
+
+A file is written beside the old one, forced to the disk, and takes the name; the old one is kept as ``PREVIOUS``. A
+damaged newest checkpoint is therefore a loss of some steps, and said so, not of the run.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_tensors
+from safetensors.torch import save as serialize
+from torch import Tensor
 
-from ...training.generators import rank_seed
-from ...training.shard_group import ShardGroup
 from .config import RunConfig
+from .folder import RunFolder, read_file
 
 NAME = "checkpoint.safetensors"
+PREVIOUS = "checkpoint.previous.safetensors"
+_FORMAT = "2"
 #: Settings that a resumed run may change: how long, how and where it runs, none of which its bits depend on.
 _FREE = (
     "folder",
     "resume",
+    "trace",
     "data",
     "group.placement",
     "group.transport",
@@ -43,33 +52,130 @@ _FREE = (
 )
 
 
-def save(path: Path, tensors: dict[str, Tensor], config: RunConfig, data_digest: str) -> None:
-    """Write the checkpoint at once or not at all: a run killed in here keeps the one before."""
-    metadata = {"config": json.dumps(asdict(config)), "data": data_digest, "format": "1"}
-    unfinished = path.with_suffix(".unfinished")
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, unfinished, metadata)
-    os.replace(unfinished, path)
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a file holds. Tensors on the CPU, in memory of their own; ``note`` says if it is not the newest file."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    note: str = ""
+
+    @property
+    def steps(self) -> int:
+        return int(self.metadata["steps"])
 
 
-def load(path: Path, config: RunConfig, data_digest: str) -> dict[str, Tensor]:
-    """The tensors of the checkpoint, on the CPU.
+def save(folder: RunFolder, tensors: Mapping[str, Tensor], config: RunConfig, data: str, keep: bool) -> None:
+    """Write the newest checkpoint; ``keep`` the one before it (not if that one is known to be damaged).
 
     Raises:
-        ValueError: there is none, or it was made with settings or data that would give other bits.
+        OSError: it cannot be written; the files are as they were.
     """
-    if not path.exists():
-        raise ValueError(f"resume: {path.parent} holds no {path.name}")
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-        saved, now = _flat(json.loads(metadata["config"])), _flat(asdict(config))
-        for option in sorted(saved.keys() | now.keys()):
-            if option not in _FREE and saved.get(option) != now.get(option):
-                raise ValueError(
-                    f"resume: {option} is {now.get(option)!r}, but the checkpoint was made with {saved.get(option)!r}"
-                )
-        if metadata["data"] != data_digest:
-            raise ValueError("resume: the data is not the data of the checkpoint; name its folder with --data")
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    own = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    metadata = {
+        "format": _FORMAT,
+        "config": json.dumps(asdict(config)),
+        "data": data,
+        "steps": str(own["losses"].numel()),
+    }
+    metadata["sha256"] = _sum(metadata, own)
+    folder.replace(NAME, serialize(own, metadata), keep=PREVIOUS if keep else None)
+
+
+def exists(folder: Path) -> bool:
+    """Whether the folder holds something to resume, damaged or not."""
+    return any((folder / name).exists() for name in (NAME, PREVIOUS))
+
+
+def load(folder: Path) -> Checkpoint:
+    """The newest checkpoint of a folder whose bytes are as they were written.
+
+    Raises:
+        ValueError: there is none; one sentence that says what is wrong with those there are.
+    """
+    wrong = []
+    for name in (NAME, PREVIOUS):
+        try:
+            found = read(folder / name)
+        except FileNotFoundError:
+            wrong.append(f"{name} is missing")
+        except (ValueError, OSError) as error:
+            wrong.append(str(error))
+        else:
+            note = f"{wrong[0]}; going on from {name} after step {found.steps}" if wrong else ""
+            return Checkpoint(found.tensors, found.metadata, note)
+    if not exists(folder):
+        raise ValueError(f"resume: {folder} holds no {NAME}")
+    raise ValueError(f"resume: no checkpoint in {folder} can be used: {'; '.join(wrong)}")
+
+
+def read(path: Path) -> Checkpoint:
+    """One file, its sum verified.
+
+    Raises:
+        ValueError: it is damaged, cut, or not a checkpoint of this format.
+        OSError: it cannot be read.
+    """
+    data = read_file(path)
+    try:
+        tensors = parse_tensors(data)
+        end = 8 + int.from_bytes(data[:8], "little")
+        metadata = dict(json.loads(data[8:end]).get("__metadata__", {}))
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged: {len(data)} bytes that are not a complete checkpoint") from error
+    if metadata.get("format") != _FORMAT:
+        raise ValueError(f"{path} has format {metadata.get('format')}; this version reads format {_FORMAT}")
+    if metadata.get("sha256") != _sum(metadata, tensors):
+        raise ValueError(f"{path} is damaged: its bytes do not have the sum that was stored with them")
+    missing = sorted({"config", "data", "steps"} - metadata.keys())
+    if missing:
+        raise ValueError(f"{path} is not a checkpoint of a run: it does not say {', '.join(missing)}")
+    return Checkpoint(tensors, metadata)
+
+
+def check_settings(found: Checkpoint, config: RunConfig, data: str) -> None:
+    """Refuse settings and data with which the run would not go on to the bits of an uninterrupted one.
+
+    Raises:
+        ValueError: it names the setting and both values.
+    """
+    saved, now = _flat(json.loads(found.metadata["config"])), _flat(asdict(config))
+    for option in sorted(saved.keys() | now.keys()):
+        if option not in _FREE and saved.get(option) != now.get(option):
+            raise ValueError(
+                f"resume: {option} is {now.get(option)!r}, but the checkpoint was made with {saved.get(option)!r}"
+            )
+    if found.metadata["data"] != data:
+        raise ValueError("resume: the data is not the data of the checkpoint; name its folder with --data")
+
+
+def check_tensors(found: Checkpoint, expected: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint that lacks a tensor, has one too many, or one of another shape or dtype.
+
+    Raises:
+        ValueError: it names the tensor.
+    """
+    for name in sorted(expected.keys() | found.tensors.keys()):
+        if name not in found.tensors:
+            raise ValueError(f"resume: the checkpoint has no {name}")
+        if name not in expected:
+            raise ValueError(f"resume: the checkpoint has a tensor that this run does not know: {name}")
+        have, want = found.tensors[name], expected[name]
+        if (have.dtype, have.shape) != (want.dtype, want.shape):
+            raise ValueError(
+                f"resume: {name} is {have.dtype} {tuple(have.shape)} in the checkpoint, "
+                f"expected {want.dtype} {tuple(want.shape)}"
+            )
+
+
+def _sum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    rest = {key: value for key, value in metadata.items() if key != "sha256"}
+    sha = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
+    for name in sorted(tensors):
+        t = tensors[name]
+        sha.update(json.dumps([name, str(t.dtype), list(t.shape)]).encode())
+        sha.update(t.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -77,56 +183,3 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in config.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
-
-
-def model_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters and AdamW state by name."""
-    state: dict[str, Tensor] = {f"model.{name}": p for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[p].items()}
-    return state
-
-
-@torch.no_grad()
-def load_model_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """The inverse of :func:`model_state`; writes into the parameters in place, so their aliases stay good."""
-    for name, p in model.named_parameters():
-        p.copy_(tensors[f"model.{name}"])
-        prefix = f"optimizer.{name}."
-        for key, value in tensors.items():
-            if key.startswith(prefix):
-                # AdamW keeps its step count on the CPU, the moments with the parameter.
-                entry = key.removeprefix(prefix)
-                optimizer.state[p][entry] = value.clone() if entry == "step" else value.to(p.device)
-
-
-def seed_generators(group: ShardGroup, seed: int) -> None:
-    """Start the generators of the hosted virtual ranks: one stream per (seed, virtual rank)."""
-    for v in group.virtual_ranks:
-        with group.rng(v):
-            torch.manual_seed(rank_seed(seed, v))
-
-
-def generator_state(group: ShardGroup) -> dict[str, Tensor]:
-    """The generator states of all R virtual ranks; collective."""
-    states: dict[str, list[Tensor]] = {}
-    for v in group.virtual_ranks:
-        with group.rng(v):
-            states.setdefault("rng.cpu", []).append(torch.get_rng_state())
-            if group.device.type == "cuda":
-                states.setdefault("rng.cuda", []).append(torch.cuda.get_rng_state(group.device))
-    gathered = {}
-    for name, shards in states.items():
-        shards = [shard.to(group.device) for shard in shards]
-        lengths = [shards[0].numel()] * group.num_virtual_ranks
-        whole = group.all_gather(shards, lengths)
-        gathered[name] = whole.unflatten(0, (group.num_virtual_ranks, -1)).cpu()
-    return gathered
-
-
-def load_generator_state(group: ShardGroup, tensors: dict[str, Tensor]) -> None:
-    for v in group.virtual_ranks:
-        with group.rng(v):
-            torch.set_rng_state(tensors["rng.cpu"][v].clone())
-            if group.device.type == "cuda":
-                torch.cuda.set_rng_state(tensors["rng.cuda"][v].clone(), group.device)

@@ -115,11 +115,14 @@ class RunConfig:
     """Where to compute; with cuda every process takes the GPU of its LOCAL_RANK."""
     folder: str | None = None
     """Folder of everything the run writes; default: runs/ and the time of the start."""
-    resume: bool = False
-    """Go on from the checkpoint in the run folder."""
+    resume: Literal["never", "required", "auto"] | None = None
+    """Whether to go on from the checkpoint in the run folder. never: a folder that holds one is refused; required: one
+    that holds none is refused; auto: go on if there is one. Default: auto under a launcher, else never."""
+    trace: bool = False
+    """Write hashes of every step's loss, gradients and parameters, for shardsum compare --runs."""
 
     def __post_init__(self) -> None:
-        if self.resume and self.folder is None:
+        if self.resume == "required" and self.folder is None:
             raise ValueError("resume: say which run to go on with (--folder FOLDER)")
 
 

@@ -1,4 +1,8 @@
-"""Ctrl-C as a request: the step under way is finished and saved, on all processes alike."""
+"""A signal as a request: the step under way is finished and saved, on all processes alike.
+
+SIGINT is Ctrl-C, SIGTERM a launcher's or Slurm's, SIGHUP a closed terminal's, SIGUSR1 what Slurm is often told to send
+before the time limit.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +17,35 @@ import torch
 
 from ...training.shard_group import ShardGroup
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
 
 class Interrupt:
-    """Whether SIGINT or SIGTERM came to this process; :meth:`anywhere` asks all of them, so that they stop together."""
+    """Whether one of ``SIGNALS`` came to this process."""
 
     def __init__(self) -> None:
         self.requested = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        if self.requested and number == signal.SIGINT and int(os.environ.get("WORLD_SIZE", 1)) == 1:
             raise KeyboardInterrupt  # a second Ctrl-C means now; a launcher sends every signal twice
         self.requested = True
 
-    def anywhere(self, group: ShardGroup) -> bool:
-        """True on every process when any process was asked to stop. Collective."""
-        flags = [torch.tensor([self.requested], dtype=torch.int64, device=group.device) for _ in group.virtual_ranks]
-        total = group.all_reduce(flags, [1] * group.num_virtual_ranks, size=1)
-        return bool(total.item())
+
+def anywhere(group: ShardGroup, *flags: bool) -> list[bool]:
+    """For each flag, whether any process raised it. Collective."""
+    rows = [torch.tensor(flags, dtype=torch.int64, device=group.device) for _ in group.virtual_ranks]
+    return [bool(n) for n in group.all_reduce(rows, [len(flags)] * group.num_virtual_ranks, size=len(flags)).tolist()]
 
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Catch SIGINT and SIGTERM while the block runs (in the main thread; elsewhere Python allows no handlers)."""
+    """Catch ``SIGNALS`` while the block runs (in the main thread; elsewhere Python allows no handlers)."""
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
-    previous = {number: signal.signal(number, interrupt.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, interrupt.handle) for number in SIGNALS}
     try:
         yield interrupt
     finally:

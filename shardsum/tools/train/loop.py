@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,17 +13,19 @@ from torch import Tensor, nn
 
 from ...core import bits
 from ...training.shard_group import ShardGroup
-from ..launcher import gather_bytes, launched
-from . import checkpoint
+from ..launcher import gather_texts, launched, on_all
+from . import checkpoint, state
+from .checkpoint import Checkpoint
 from .config import RunConfig, TrainConfig, to_yaml
 from .data import Batch
 from .environment import make_deterministic
-from .interrupt import interruptible
-from .metrics import Reporter, Stopwatch
+from .interrupt import anywhere, interruptible
+from .metrics import METRICS, Reporter, Stopwatch
 from .model import ByteTransformer
-from .plots import save_plots
-from .start import starting_point
+from .plots import draw_run
+from .start import choose_folder, open_folder, starting_point
 from .step import Step
+from .trace import HASHES, Trace
 
 _DECAY = 0.98  # a step of the loss per position: the picture shows about the last 50
 
@@ -61,39 +64,57 @@ class Run:
     """The state of a run: everything its checkpoint holds, and those who show it."""
 
     def __init__(self, config: RunConfig, group: ShardGroup) -> None:
-        self.folder = Path(config.folder or time.strftime("runs/%Y%m%d-%H%M%S"))
         self.config, self.group, self.settings = config, group, config.train
-        self.corpus, tensors = starting_point(group, config, self.folder)
+        folder = choose_folder(group, config)
+        self.corpus, found = starting_point(group, config, folder)
         torch.manual_seed(self.settings.seed)  # every process draws the same weights
         self.model = ByteTransformer(config.model).to(group.device)
         self.optimizer = _optimizer(self.model, self.settings)
         self.losses: list[float] = []
         self.loss_per_position = torch.zeros(self.settings.document_length, 2, device=group.device)
-        checkpoint.seed_generators(group, self.settings.seed)
-        if tensors:
-            checkpoint.load_model_state(self.model, self.optimizer, tensors)
-            checkpoint.load_generator_state(group, tensors)
-            self.losses = tensors["losses"].tolist()
-            self.loss_per_position.copy_(tensors["loss_per_position"])
+        state.seed_generators(group, self.settings.seed)
+        if found is not None:
+            self._resume(found)
         bf16 = self.settings.precision == "bf16"
         if self.settings.precision == "auto":
             bf16 = group.device.type == "cuda"
         self.step = Step(group, self.model, self.settings.document_length, bf16)
+        self.trace = Trace(self.model) if config.trace else None
+        self._note = found.note if found is not None else ""
+        self._saved = found.steps if found is not None and not found.note else -1
+        self._newest_is_good = not self._note  # a damaged file must not take the place of the good one before it
+        self.folder = open_folder(group, folder)
         self.reporter = Reporter(self.folder, active=group.rank == 0)
 
     def finish(self) -> RunResult:
         """Step to the end or to an interrupt, save, draw, hash."""
-        self._introduce()
         first, watch, interrupted = len(self.losses), Stopwatch(), False
-        with interruptible() as interrupt:
-            with self.reporter.steps(first, self.settings.steps):
-                while len(self.losses) < self.settings.steps and not interrupted:
-                    self._train_step()
-                    interrupted = interrupt.anywhere(self.group)
-                    if self.settings.save_every and len(self.losses) % self.settings.save_every == 0:
-                        self._save()
-            self._save()
-            return self._conclude(len(self.losses) - first, watch(), interrupted)
+        try:
+            on_all(self.group, self._write_config)
+            self._introduce()
+            with interruptible() as interrupt:
+                with self.reporter.steps(first, self.settings.steps):
+                    while len(self.losses) < self.settings.steps and not interrupted:
+                        self._train_step()
+                        interrupted, failed = anywhere(self.group, interrupt.requested, self.reporter.error is not None)
+                        if failed:
+                            on_all(self.group, self._raise_error)
+                        if self.settings.save_every and len(self.losses) % self.settings.save_every == 0:
+                            self._save()
+                if self._saved != len(self.losses):
+                    self._save()
+                return self._conclude(len(self.losses) - first, watch(), interrupted)
+        finally:
+            self.folder.release()
+
+    def _resume(self, found: Checkpoint) -> None:
+        checkpoint.check_tensors(
+            found, state.expected_state(self.model, self.group, found.steps, self.loss_per_position)
+        )
+        state.load_model_state(self.model, self.optimizer, found.tensors)
+        state.load_generator_state(self.group, found.tensors)
+        self.losses = found.tensors["losses"].tolist()
+        self.loss_per_position.copy_(found.tensors["loss_per_position"])
 
     def _batch(self, micro_step: int) -> Batch:
         ranks = self.group.num_virtual_ranks
@@ -107,10 +128,14 @@ class Run:
             parameter_group["lr"] = learning_rate(self.settings, number)
         self.optimizer.zero_grad()
         result = self.step([self._batch(number * parts + i) for i in range(parts)])
+        if self.trace is not None:
+            self.trace.gradients()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip or float("inf"), foreach=False)
         self.optimizer.step()
         self.loss_per_position.mul_(_DECAY).add_(result.loss_per_position)
         self.losses.append(result.loss.item())
+        if self.trace is not None and self.group.rank == 0:
+            self.reporter.write(HASHES, self.trace.line(number + 1, result.loss, self.loss_per_position))
         seconds = watch()
         self.reporter.step(
             {
@@ -125,16 +150,29 @@ class Run:
         )
 
     def _save(self) -> None:
-        tensors = checkpoint.model_state(self.model, self.optimizer) | checkpoint.generator_state(self.group)
+        """Collective; an error of the file system is the same on all processes, and the checkpoint before is kept."""
+        tensors = state.model_state(self.model, self.optimizer) | state.generator_state(self.group)
         tensors |= {"losses": torch.tensor(self.losses), "loss_per_position": self.loss_per_position}
+
+        def write() -> None:
+            if self.group.rank == 0:
+                checkpoint.save(self.folder, tensors, self.config, self.corpus.digest, keep=self._newest_is_good)
+
+        on_all(self.group, write)
+        self._newest_is_good, self._saved = True, len(self.losses)
+
+    def _raise_error(self) -> None:
+        if self.reporter.error is not None:
+            raise self.reporter.error
+
+    def _write_config(self) -> None:
         if self.group.rank == 0:
-            checkpoint.save(self.folder / checkpoint.NAME, tensors, self.config, self.corpus.digest)
+            portable = replace(self.config, folder=str(self.folder.path), resume=None)
+            self.folder.replace("config.yaml", to_yaml(portable).encode())
+            for name in (METRICS, HASHES) if self.trace is not None else (METRICS,):
+                self.folder.keep_steps(name, len(self.losses))  # steps after the checkpoint are about to come again
 
     def _introduce(self) -> None:
-        if self.group.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            portable = replace(self.config, folder=str(self.folder), resume=False)
-            (self.folder / "config.yaml").write_text(to_yaml(portable))
         num_parameters, processes = sum(p.numel() for p in self.model.parameters()), self.group.world_size
         self.reporter.line(
             f"{self.settings.parallel}: {self.group.num_virtual_ranks} virtual ranks on {processes} "
@@ -143,25 +181,21 @@ class Run:
         self.reporter.line(
             f"{num_parameters:,} parameters; {len(self.corpus.documents):,} documents, {self.corpus.num_bytes:,} bytes"
         )
-        if self.losses:
-            self.reporter.line(f"resumed after step {len(self.losses)}")
+        if self._note:
+            self.reporter.line(f"warning: {self._note}")
+        elif self.losses:
+            self.reporter.line(f"resumed after step {len(self.losses)} of {self.folder.path}")
+        elif int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+            self.reporter.line(f"restarted at step 0: {self.folder.path} has no checkpoint yet")
 
     def _conclude(self, steps: int, seconds: float, interrupted: bool) -> RunResult:
         losses = torch.tensor(self.losses)
         digest = bits.digest(*self.model.parameters(), losses, self.loss_per_position)
-        for v, other in enumerate(gather_bytes(self.group, bytes.fromhex(digest))):
-            if other.hex() != digest:
-                raise RuntimeError(
-                    f"the process of virtual rank {v} ended with other bits: {other.hex()}, not {digest}"
-                )
-        if self.group.rank == 0:
-            save_plots(
-                self.folder / "run.png",
-                losses=losses.numpy(),
-                loss_per_position=self.loss_per_position.cpu().numpy(),
-                batch=self._batch(max(len(losses) * self.settings.accumulation - 1, 0)),
-                owners=self.group.owners,
-            )
+        for v, other in enumerate(gather_texts(self.group, digest)):
+            if other != digest:
+                raise RuntimeError(f"the process of virtual rank {v} ended with other bits: {other}, not {digest}")
+        on_all(self.group, partial(self._show, losses))
+        folder = self.folder.path
         if self.losses:
             last = losses[-10:]
             self.reporter.line(
@@ -169,10 +203,24 @@ class Run:
                 f"{steps} steps in {seconds:.1f} s"
             )
         if interrupted:
-            self.reporter.line(f"interrupted; go on with: shardsum train --config {self.folder}/config.yaml --resume")
-        self.reporter.line(f"wrote {self.folder}/{{metrics.jsonl,run.png,{checkpoint.NAME},config.yaml}}")
+            self.reporter.line(f"interrupted; go on with: shardsum train --config {folder}/config.yaml --resume")
+        self.reporter.line(f"wrote {folder}/{{metrics.jsonl,run.png,{checkpoint.NAME},config.yaml}}")
         self.reporter.line(f"hash {digest}")
-        return RunResult(digest, losses, self.folder, interrupted)
+        return RunResult(digest, losses, folder, interrupted)
+
+    def _show(self, losses: Tensor) -> None:
+        """Process 0 writes the picture, and the values of a trace."""
+        if self.group.rank != 0:
+            return
+        picture = draw_run(
+            losses=losses.numpy(),
+            loss_per_position=self.loss_per_position.cpu().numpy(),
+            batch=self._batch(max(len(losses) * self.settings.accumulation - 1, 0)),
+            owners=self.group.owners,
+        )
+        self.folder.replace("run.png", picture)
+        if self.trace is not None:
+            self.trace.save(self.folder, len(losses))
 
 
 def learning_rate(settings: TrainConfig, step: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import io
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,15 +19,14 @@ _PALE = 0.3
 _MOST_NAMED = 8  # processes in the legend
 
 
-def save_plots(
-    path: Path,
+def draw_run(
     *,
     losses: np.ndarray,
     loss_per_position: np.ndarray,
     batch: Batch,
     owners: tuple[int, ...],
-) -> None:
-    """Write one PNG. losses ``(steps,)``; loss_per_position ``(document_length, 2)``: sum and count of each offset."""
+) -> bytes:
+    """One PNG. losses ``(steps,)``; loss_per_position ``(document_length, 2)``: sum and count of each offset."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: no display, no global state
     from matplotlib.figure import Figure
 
@@ -39,7 +38,9 @@ def save_plots(
     _draw_intervals(right, batch, owners)
     for axes in (left, middle, right):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120, metadata={"Software": None})
+    return picture.getvalue()
 
 
 def _draw_losses(axes: Axes, losses: np.ndarray) -> None:

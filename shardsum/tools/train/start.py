@@ -1,4 +1,4 @@
-"""Where a run starts: at nothing or at its checkpoint, and at the same on every process."""
+"""Where a run starts: its folder, and nothing or a checkpoint; the same on every process."""
 
 from __future__ import annotations
 
@@ -7,45 +7,74 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from torch import Tensor
-
-from ...core import bits
 from ...training.shard_group import ShardGroup
-from ..launcher import gather_bytes
+from ..launcher import gather_texts, launch_name, on_all, under_launcher
 from . import checkpoint
+from .checkpoint import Checkpoint
 from .config import RunConfig
 from .data import Corpus
+from .folder import RunFolder, new_folder
 
 
-def starting_point(group: ShardGroup, config: RunConfig, folder: Path) -> tuple[Corpus, dict[str, Tensor]]:
-    """The data, and the tensors of the checkpoint to resume (none for a new run). Collective.
+def choose_folder(group: ShardGroup, config: RunConfig) -> Path | None:
+    """The run's folder if it has a name before it starts: the one asked for, or under a launcher that restarts what
+    fails, one that its restarts find again. None: a new one. Collective."""
+    if config.folder is not None:
+        return Path(config.folder)
+    name = on_all(group, lambda: launch_name() or "" if group.rank == 0 else "")
+    name = gather_texts(group, name)[group.owners.index(0)]
+    return Path("runs") / name if name else None
+
+
+def starting_point(group: ShardGroup, config: RunConfig, folder: Path | None) -> tuple[Corpus, Checkpoint | None]:
+    """The data, and the checkpoint to resume (None for a new run). Collective.
 
     Raises:
         ValueError: on every process, if one of them cannot start so, or if they would start from different points.
+        OSError: on every process, if one of them cannot read a file.
     """
-    start, error, known = None, "", ""
-    try:
-        start = corpus, tensors = _read(config, folder)
-        known = json.dumps([asdict(config), corpus.digest, bits.digest(*tensors.values())])
-    except (ValueError, OSError) as e:
-        error = str(e)
-    digests = gather_bytes(group, hashlib.sha256(known.encode()).digest())
-    if start is None:
-        raise ValueError(error)
+    corpus, found = on_all(group, lambda: _read(config, folder))
+    known = json.dumps([asdict(config), corpus.digest, found.metadata["sha256"] if found else None])
+    digests = gather_texts(group, hashlib.sha256(known.encode()).hexdigest())
     for v, digest in enumerate(digests):
         if digest != digests[0]:
             raise ValueError(
                 f"virtual rank {v}'s process differs from virtual rank 0's in its settings, its data or its checkpoint "
-                f"(the run folder must be one that all processes see): {digest.hex()[:8]} and {digests[0].hex()[:8]}"
+                f"(the run folder must be one that all processes see): {digest[:8]} and {digests[0][:8]}"
             )
-    return start
+    return corpus, found
 
 
-def _read(config: RunConfig, folder: Path) -> tuple[Corpus, dict[str, Tensor]]:
-    path, settings = folder / checkpoint.NAME, config.train
-    if path.exists() and not config.resume:
+def _read(config: RunConfig, folder: Path | None) -> tuple[Corpus, Checkpoint | None]:
+    mode = config.resume or ("auto" if under_launcher() else "never")
+    exists = folder is not None and checkpoint.exists(folder)
+    if exists and mode == "never":
         raise ValueError(f"folder: {folder} holds a checkpoint; go on with --resume or name another folder")
-    corpus = Corpus(config.data, settings.document_length, settings.seed)
-    if settings.parallel == "context":
-        corpus.check_fills(settings.sequence_length)
-    return corpus, checkpoint.load(path, config, corpus.digest) if config.resume else {}
+    found = None
+    if folder is not None and (mode == "required" or (exists and mode == "auto")):
+        found = checkpoint.load(folder)
+    corpus = Corpus(config.data, config.train.document_length, config.train.seed)
+    if config.train.parallel == "context":
+        corpus.check_fills(config.train.sequence_length)
+    if found is not None:
+        checkpoint.check_settings(found, config, corpus.digest)
+    return corpus, found
+
+
+def open_folder(group: ShardGroup, path: Path | None) -> RunFolder:
+    """The run folder, created and locked by process 0. Collective.
+
+    Raises:
+        OSError: on every process, if it cannot be created or another run is writing it.
+    """
+
+    def claim() -> str:
+        if group.rank != 0:
+            return ""
+        folders.append(RunFolder(path or new_folder(Path("runs"))))
+        folders[0].claim()
+        return str(folders[0].path)
+
+    folders: list[RunFolder] = []
+    name = gather_texts(group, on_all(group, claim))[group.owners.index(0)]
+    return folders[0] if folders else RunFolder(Path(name))

@@ -48,7 +48,7 @@ class Step:
     """
 
     def __init__(self, group: ShardGroup, model: ByteTransformer, document_length: int, bf16: bool) -> None:
-        self.group, self.document_length, self.bf16 = group, document_length, bf16
+        self.group, self.model, self.document_length, self.bf16 = group, model, document_length, bf16
         self.replicas = group.replicas(model)
 
     def __call__(self, batches: Sequence[Batch]) -> StepResult:
