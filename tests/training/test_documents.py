@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardsum.training.documents import plan_chunks
+from shardsum.training.documents import cu_seqlens_from_position_ids, documents_of, effective_window, plan_chunks
 
 
 @st.composite
@@ -17,24 +20,61 @@ def sequences(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return lengths, [0, *inner, total]
 
 
-@given(sequences(), st.booleans())
-def test_segments_are_exactly_the_visible_keys(sequence: tuple[list[int], list[int]], causal: bool) -> None:
+windows = st.none() | st.tuples(st.integers(-1, 7), st.integers(-1, 7))
+
+
+@given(sequences(), st.booleans(), windows)
+def test_segments_are_exactly_the_visible_keys(
+    sequence: tuple[list[int], list[int]], causal: bool, window: tuple[int, int] | None
+) -> None:
     lengths, borders = sequence
     document = [sum(b <= j for b in borders[1:-1]) for j in range(sum(lengths))]
+    left, right = effective_window(window, causal)
+
+    def sees(i: int, j: int) -> bool:
+        near = (left < 0 or i - j <= left) and (right < 0 or j - i <= right)
+        return document[i] == document[j] and near
+
     begin = 0
-    for plan, n in zip(plan_chunks(lengths, borders, causal=causal), lengths):
+    for plan, n in zip(plan_chunks(lengths, borders, causal=causal, window=window), lengths):
         assert plan.chunk == (begin, begin + n)
-        query, key = begin, plan.keys[0]
+        query, key, pairs = begin, plan.keys[0], 0
         for num_queries, num_keys in plan.segments:
             keys = range(key, key + num_keys)
-            for i in range(query, query + num_queries):
-                # lower-right alignment: the segment's last query sees its last key
-                last = key + num_keys - (query + num_queries - 1 - i) if causal else key + num_keys
-                visible = [j for j, d in enumerate(document) if d == document[i] and (j <= i or not causal)]
-                assert visible == [j for j in keys if j < last]
             query, key = query + num_queries, key + num_keys
+            ahead = plan.ahead if (num_queries, num_keys) == plan.segments[-1] and query == plan.chunk[1] else 0
+            assert keys[-1] - ahead == query - 1  # the last query stands there
+            for i in range(query - num_queries, query):
+                visible = [j for j in range(len(document)) if sees(i, j)]
+                assert set(visible) <= set(keys) and set(keys) <= {
+                    j for j, d in enumerate(document) if d == document[i]
+                }
+                pairs += len(visible)
         assert (query, key) == (plan.chunk[1], plan.keys[1])  # together, all of both
+        assert plan.pairs((left, right)) == pairs
         begin += n
+
+
+def test_documents_and_positions() -> None:
+    document, position = documents_of([0, 2, 2, 5], 1, 5)
+    assert document.tolist() == [0, 2, 2, 2] and position.tolist() == [1, 0, 1, 2]
+
+
+def test_borders_from_position_ids() -> None:
+    assert cu_seqlens_from_position_ids(torch.tensor([0, 1, 0, 0, 1, 2])) == [0, 2, 3, 6]
+    assert cu_seqlens_from_position_ids(torch.tensor([[0, 1, 2], [0, 0, 1]], dtype=torch.int32)) == [0, 3, 4, 6]
+    with pytest.raises(ValueError, match="position_ids: entry 2 is 3, expected 0 or 2"):
+        cu_seqlens_from_position_ids(torch.tensor([0, 1, 3]))
+    with pytest.raises(ValueError, match="position_ids: entry 3 is 3, expected 0 or 0"):
+        cu_seqlens_from_position_ids(torch.tensor([[0, 1, 2], [3, 4, 5]]))
+    with pytest.raises(ValueError, match=r"position_ids: expected integers \(S,\) or \(B, S\), got torch.float32"):
+        cu_seqlens_from_position_ids(torch.zeros(3))
+
+
+@pytest.mark.parametrize("window", [3, (1, 2, 3), (-2, 0), (1.5, 0), "ab"])
+def test_bad_windows(window: Any) -> None:
+    with pytest.raises(ValueError, match="window: "):
+        plan_chunks([4], window=window)
 
 
 def test_one_causal_sequence() -> None:
