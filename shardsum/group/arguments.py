@@ -15,7 +15,6 @@ from ..core.checks import (
     check_size,
     check_writable,
     describe,
-    is_count,
     is_strided,
     needs_grad,
     overlap,
@@ -54,6 +53,15 @@ def hosted_shards(
     if device is not None and shards[0].device != device:
         raise ValueError(f"shards: on {shards[0].device}, but the group exchanges tensors on {device}")
     return shards
+
+
+NO_BATCHES = "shards: collectives cannot be batched by vmap (nor by jacrev and hessian, which use it)"
+
+
+def refuse_batches(shards: Sequence[Tensor]) -> None:
+    """Raise ValueError for tensors that stand for a batch inside torch.func.vmap."""
+    if any(map(torch._C._functorch.is_batchedtensor, shards)):
+        raise ValueError(NO_BATCHES)
 
 
 def check_reduce(op: str, scale: float | None, dtype: torch.dtype, out_dtype: torch.dtype | None) -> Reduce:
@@ -187,25 +195,6 @@ def check_out(out: Tensor, shards: Sequence[Tensor], dtype: torch.dtype, rows: i
         raise ValueError("out: not possible where gradients are needed; use the returned tensor")
     if any(overlap(out, s) for s in shards):
         raise ValueError("out: shares memory with the shards")
-
-
-def check_scalars(name: str, values: Any, hosted: Sequence[int], floating: bool) -> list[Any]:
-    """One number per hosted virtual rank: floating Tensors of one element, or integer ones and ints."""
-    try:
-        values = list(values) if len(hosted) > 1 or isinstance(values, (list, tuple)) else [values]
-    except TypeError:
-        raise ValueError(f"{name}: expected one value per hosted virtual rank, got {describe(values)}") from None
-    if len(values) != len(hosted):
-        raise ValueError(f"{name}: {len(values)} values, but this process hosts {len(hosted)} virtual ranks")
-    for v, x in zip(hosted, values):
-        if is_strided(x):
-            fits = x.numel() == 1 and x.dtype != torch.bool and not x.is_complex() and x.is_floating_point() == floating
-        else:
-            fits = not floating and is_count(x)
-        if not fits:
-            what = "a floating Tensor of one element" if floating else "an integer Tensor of one element, or an int"
-            raise ValueError(f"{name}: virtual rank {v} has {describe(x)}, expected {what}")
-    return values
 
 
 def into(result: Tensor, out: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..core.numerics import accumulator_dtype
 from ..local.ops import finish_gradient
 from ..native import loader as native
+from .arguments import NO_BATCHES
 from .terms import Reduce, Terms, flatten, pairs
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: Plan, *shards: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return tuple(plan.run(shards))
+        return tuple(plan.run_recorded(shards))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -61,8 +62,12 @@ class Exchange(torch.autograd.Function):
         return None, *shards
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise ValueError("shards: forward-mode derivatives are not implemented; use backward")
+
+    @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise ValueError("shards: collectives cannot be batched by vmap (nor by jacrev and hessian, which use it)")
+        raise ValueError(NO_BATCHES)
 
 
 class LocalAdjoint(torch.autograd.Function):
@@ -91,6 +96,7 @@ class LocalAdjoint(torch.autograd.Function):
         _ = ctx.saved_tensors
         return None, ctx.plan.again(ctx.dtype).on_list(list(grads))[0]
 
+    jvp = Exchange.jvp
     vmap = Exchange.vmap
 
 

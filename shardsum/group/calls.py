@@ -12,8 +12,9 @@ from ..core.checks import is_count, needs_grad
 from .agreement import Disagreement
 from .arguments import Shards, check_out, classify_lengths, hosted_shards
 from .collectives import Options, describe
+from .forms import deliver, is_single, traced
 from .handle import Handle
-from .plan import Plan, deliver, is_single, traced
+from .plan import Plan
 from .planner import Planner
 from .terms import Terms
 

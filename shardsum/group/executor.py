@@ -9,16 +9,20 @@ kernels, so their bits are equal. While a chunk is summed, the next one travels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..core.layout import ExchangePlan, length
+from ..core.numerics import NATIVE_DTYPES
 from ..local import kernels
 from ..local.ops import readable
 from ..native import loader as native
 from ..transports import TRANSPORTS, Rows, Stamp, Wire, stamp
+from ..transports.peer.operators import MAX_ROW_DIMS
 from ..transports.peer.peers import Peers
+from ..transports.peer.transport import PreparedCall
 from .routes import Route, Router, rows_per_chunk, two_shot_chunks
 from .terms import Reduce, Terms
 
@@ -69,6 +73,7 @@ class Executor:
     Attributes:
         last: the route of the last exchange.
         call_number: gives the number of the call that an exchange belongs to.
+        state: one int64 that native operators share with Python (:mod:`shardsum.transports.peer.operators`).
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class Executor:
         self.peers = peers if peers is not None and peers.reason is None else None
         self.last: Route | None = None
         self.call_number: Callable[[], int] = lambda: 0
+        self.state = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def layout(self, terms: Terms) -> ExchangePlan:
         """Who holds and who wants what, with owners."""
@@ -136,9 +142,12 @@ class Prepared:
 
 
 def stamp_of(terms: Terms, plan: ExchangePlan, route: Route) -> Stamp | None:
-    """What an exchange is: all that determines what travels and what is made of it. None where nothing is stamped."""
-    if route.transport in ("local", "peer"):
-        return None
+    """The stamp of an exchange on the wire; None where nothing travels there."""
+    return None if route.transport in ("local", "peer") else fingerprint(terms, plan, route)
+
+
+def fingerprint(terms: Terms, plan: ExchangePlan, route: Route) -> Stamp:
+    """What an exchange is: all that determines what travels and what is made of it."""
     said = {**terms.signature(), "sources": terms.sources, "sinks": terms.sinks}
     owners = [plan.source_owners, plan.sink_owners]
     return stamp(terms.name, {**said, "owners": owners, "route": [route.transport, route.two_shot, route.chunks]})
@@ -214,15 +223,39 @@ class OverPeers(Prepared):
 
     def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route) -> None:
         super().__init__(executor, terms, plan, route)
+        self._terms = terms
         self._is_empty = not torch.Size(terms.row_shape).numel() or not any(length(i) for i in plan.sinks)
 
-    def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
-        self._executor.begin(self.route, self._stamp)
-        results, peers = self._results(shards[0], outs), self._executor.peers
+    @cached_property
+    def _launch(self) -> tuple[PreparedCall, list[int]]:
+        peers, terms = self._executor.peers, self._terms
         assert peers is not None
+        dtype = torch.int64 if self._converts else terms.dtype
+        width, reduce = torch.Size(terms.row_shape).numel(), terms.reduce
+        said = fingerprint(terms, self._plan, self.route)
+        return peers.prepare(self._plan, width, dtype, reduce.dtype, reduce.op, reduce.scale, said.hash)
+
+    @property
+    def _converts(self) -> bool:
+        """Whether kernels read the shards in another dtype."""
+        return self._reduce.op != "copy" and self._terms.dtype not in NATIVE_DTYPES
+
+    def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
+        self._executor.begin(self.route, None)
+        results = self._results(shards[0], outs)
         if not self._is_empty:
-            peers.exchange(self._plan, shards, results, self._reduce.op, self._reduce.scale)
+            call, bounds = self._launch
+            rows = [readable(s) for s in shards] if self._converts else list(shards)
+            call(results, rows, bounds, number=self._executor.call_number())
         return Job(results, iter(()))
+
+    def bind(self) -> Tensor | None:
+        """The plan tensor of :mod:`shardsum.transports.peer.operators`, where this process has one row and one result.
+        To be made after the first call."""
+        call, bounds = self._launch if not self._is_empty else (None, [])
+        if call is None or not call.single or self._converts or len(self._terms.row_shape) > MAX_ROW_DIMS:
+            return None
+        return call.bind(bounds, self._terms.row_shape, self._executor.state)
 
 
 def fill(out: Tensor, rows: Rows, reduce: Reduce) -> None:

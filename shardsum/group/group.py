@@ -44,7 +44,7 @@ from ..transports import costs as cost_tables
 from ..transports.peer.peers import Peers
 from . import membership
 from .agreement import Agreement
-from .arguments import Shards, check_scalars
+from .arguments import Shards
 from .calls import call
 from .collectives import Options
 from .executor import Executor
@@ -116,7 +116,6 @@ class CollectiveGroup:
         self._agreement.connect(max(map(self.owners.count, range(self.world_size))) + 1)
         wire = self._agreement.wire(pg, self.device)
         peers = self._find_peers(transport, limit) if wire is not None else None
-        self._peers = peers
         router = Router(self.world_size, transport, table, peers)
         self._planner = Planner(Executor(self.owners, self.rank, wire, router, peers), self._agreement, self.device)
         self.transport, self.wire = transport, wire
@@ -287,30 +286,6 @@ class CollectiveGroup:
         return self._planner.plan(collective, s_max if lengths is None else lengths, {"grad": grad, **options},
                                   row_shape, dtype)  # fmt: skip
 
-    def token_mean(self, loss_sum: Shards, num_valid: Shards, *, grad: str = "identity") -> tuple[Tensor, Tensor]:
-        """The mean loss over all valid tokens of all virtual ranks, without synchronisation.
-
-        Args:
-            loss_sum: 0-dim floating Tensor per hosted virtual rank: the sum of its tokens' losses.
-            num_valid: 0-dim integer Tensor (or int) per hosted virtual rank: how many tokens that was.
-            grad: see the module; each token's gradient is 1 / (all valid tokens) with "identity".
-
-        Returns:
-            ``(mean, count)``: float32 and int64, both 0-dim; mean 0 where count is 0.
-        """
-        try:
-            losses = check_scalars("loss_sum", loss_sum, self.virtual_ranks, floating=True)
-            counts = check_scalars("num_valid", num_valid, self.virtual_ranks, floating=False)
-        except ValueError as error:
-            raise self.refuse("token_mean", error) from error
-        losses = [x.reshape(1).to(torch.float32) for x in losses]
-        counts = [torch.as_tensor(n, dtype=torch.int64, device=x.device) for n, x in zip(counts, losses)]
-        ones = [1] * self.num_virtual_ranks
-        total = self.all_reduce(losses, ones, size=1, grad=grad)
-        count = self.all_reduce([n.reshape(1) for n in counts], ones, size=1)
-        mean = torch.where(count > 0, total / count.clamp(min=1).to(torch.float32), torch.zeros_like(total))
-        return mean.reshape(()), count.reshape(())
-
     # Agreement for operations made of several collectives
 
     def refuse(self, name: str, error: Exception, counted: bool = False) -> Exception:
@@ -354,5 +329,4 @@ class CollectiveGroup:
         """Raise RuntimeError when the group has failed (a process died, or a call timed out)."""
         if self._agreement.failed is not None:
             raise RuntimeError(self._agreement.failed)
-        if self._peers is not None:
-            self._peers.check()
+        self._planner.check_peers()

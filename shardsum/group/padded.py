@@ -23,9 +23,9 @@ from ..local import kernels
 from ..local import ops as operators
 from ..local.ops import finish_gradient, readable
 from ..native import loader as native
-from .autograd import _TAIL, _library, groups, tail_of, terms_of
+from .autograd import _TAIL, Exchange, _library, groups, tail_of, terms_of
 from .autograd import exchange as registered_exchange
-from .executor import Executor, stamp_of
+from .executor import Executor, fingerprint, stamp_of
 from .routes import LOCAL_ROUTE, Route
 from .terms import Reduce, Terms, flatten, pairs
 
@@ -70,9 +70,11 @@ class PreparedPadded:
         assert peers is not None
         outs = [x.new_empty((length(sink), *x.shape[2:]), dtype=reduce.dtype) for sink in self._sinks]
         if x.shape[2:].numel() and any(length(sink) for sink in plan.sinks):
-            peers.exchange(plan, list(x.contiguous().unbind(0)), outs, reduce.op, reduce.scale, lengths)
+            said, number = fingerprint(self._terms, plan, self.route).hash, self._executor.call_number()
+            rows = list(x.contiguous().unbind(0))
+            peers.exchange(plan, rows, outs, reduce.op, reduce.scale, lengths, number=number, signature=said)
         if reduce.op == "mean":
-            return [*outs, peers.gather_lengths(plan, lengths)]
+            return [*outs, peers.gather_lengths(plan, lengths, self._executor.call_number())]
         return [*outs, lengths.new_zeros(len(self._executor.owners))]
 
     def _gather(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +147,7 @@ class PaddedExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        outs = plan.run_padded(x, lengths)
+        outs = plan.run_recorded([x], lengths)
         ctx.plan = plan
         ctx.save_for_backward(lengths.clone(), outs[-1])  # the caller may write the next step's lengths before backward
         ctx.mark_non_differentiable(outs[-1])
@@ -153,31 +155,35 @@ class PaddedExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
-        lengths, all_lengths = ctx.saved_tensors
-        plan, terms = ctx.plan, ctx.plan.terms
-        adjoint = _whole_adjoint(terms)
-        if terms.local_adjoint:
-            acc = accumulator_dtype(terms.dtype)
-            whole = list(_Shared.apply(plan, adjoint, grads[0].to(acc)))
+        return None, PaddedAdjoint.apply(ctx.plan, *ctx.saved_tensors, *grads[:-1]), None
+
+    jvp = Exchange.jvp
+
+
+class PaddedAdjoint(torch.autograd.Function):
+    """``PaddedAdjoint.apply(plan, lengths, all_lengths, *grads)``: the gradient of padded shards ``(k, S_MAX, *F)``.
+
+    It is linear in the cotangents, and its own derivative is the forward collective.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, lengths: Tensor, all_lengths: Tensor, *grads: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.plan, ctx.dtype = plan, grads[0].dtype
+        ctx.save_for_backward(lengths)
+        adjoint = _whole_adjoint(plan.terms)
+        if plan.terms.local_adjoint:
+            whole = [grads[0]] * len(plan.virtual_ranks)
         else:
-            whole = plan.of(adjoint).on_list([g.to(adjoint.dtype) for g in grads[:-1]])
-        return None, _select(terms, whole, lengths, all_lengths), None
-
-
-class _Shared(torch.autograd.Function):
-    """A cotangent that every process has, for each hosted virtual rank; its derivative adds those of all ranks."""
+            whole = plan.of(adjoint).on_list([g.to(adjoint.dtype) for g in grads])
+        return _select(plan.terms, whole, lengths, all_lengths)
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, adjoint: Terms, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.plan, ctx.adjoint = plan, adjoint
-        return tuple(grad.clone() for _ in plan.virtual_ranks)
+    def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
+        (lengths,) = ctx.saved_tensors
+        results = ctx.plan.again(ctx.dtype)(list(grad.unbind(0)), lengths=lengths)
+        return None, None, None, *(results if isinstance(results, list) else [results])
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
-        adjoint = ctx.adjoint
-        swapped = replace(adjoint, sources=adjoint.sinks, sinks=adjoint.sources, kinds=adjoint.kinds[::-1])
-        terms = replace(swapped, name=f"{adjoint.name}, again", grad="identity", dtype=adjoint.reduce.dtype)
-        return None, None, ctx.plan.of(terms).on_list(list(grads))[0]
+    jvp = Exchange.jvp
 
 
 def _whole_adjoint(terms: Terms) -> Terms:

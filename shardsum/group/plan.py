@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..core.checks import needs_grad, overlap
 from ..core.layout import length
-from .arguments import Shards, check_device_lengths, check_out, check_outs, check_rows, hosted_shards, into
-from .autograd import Exchange, _coverage, exchange
+from ..transports.peer.operators import peer_call, peer_call_new
+from .arguments import Shards, check_device_lengths, check_out, check_outs, check_rows, hosted_shards, refuse_batches
+from .autograd import Exchange, _coverage
 from .executor import Job
 from .explain import Explanation, Stats
+from .forms import deliver, fillable, is_single, movable, stack, traced
 from .handle import Handle, start_on_cpu, start_on_stream
-from .padded import PaddedExchange, PreparedPadded, exchange_padded
+from .padded import PaddedExchange, PreparedPadded
 from .terms import Reduce, Terms
 
 if TYPE_CHECKING:
@@ -56,6 +59,8 @@ class Plan:
         self.bounds = [(layout.sources[r][0], length(layout.sources[r])) for r in layout.hosted_sources(rank)]
         self._sinks = [layout.sinks[q] for q in layout.hosted_sinks(rank)]
         self._single = len(self.bounds) == 1
+        #: Where one row and one result of this process travel over peer memory: the operators' plan, after one call.
+        self._bound: Tensor | None = None
         #: Whether processes have agreed on calls without and with a gradient that is a collective.
         self._agreed = [False, False]
 
@@ -90,10 +95,16 @@ class Plan:
             return self._traced(shards, out, lengths)
         planner = self._planner
         with planner.calling(self.terms.name):
+            if self._bound is not None and lengths is None:
+                result = self._launch(shards, out)
+                if result is not None:
+                    return result
             hosted, outs, given = self._check(shards, out, lengths)
             self._agree(hosted)
-            results = self._apply(hosted, outs, given)
-            return deliver(results, self.terms, out, is_single(shards, planner, self.terms))
+            results = None if needs_grad(hosted) else self._run(hosted, outs, given)
+        if results is None:  # autograd's hooks may raise: that is not amid a call
+            results = self._record(hosted, given)
+        return deliver(results, self.terms, out, is_single(shards, planner, self.terms))
 
     def on_list(self, shards: list[Tensor]) -> list[Tensor]:
         """A call with one Tensor a hosted source that gives one a hosted sink, whatever the collective's form."""
@@ -122,11 +133,11 @@ class Plan:
             if hosted[0].is_cuda:
                 tensors = [*hosted, *(outs or []), *([] if given is None else [given])]
                 stream = planner.stream(hosted[0].device)
-                return start_on_stream(stream, tensors, lambda: self._apply(hosted, outs, given), give)
+                return start_on_stream(stream, tensors, lambda: self._run(hosted, outs, given), give)
             if given is not None:
-                results = self._apply(hosted, outs, given)
+                results = self._run(hosted, outs, given)
                 return Handle(lambda: give(results))
-            return start_on_cpu(planner, terms.name, self._begin(hosted, _fillable(outs)), give)
+            return start_on_cpu(planner, terms.name, self._begin(hosted, fillable(outs)), give)
 
     @cached_property
     def adjoint(self) -> Plan:
@@ -170,7 +181,7 @@ class Plan:
         return self._begin(shards, outs).result()
 
     def _begin(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None) -> Job:
-        return self._prepared.start(_movable(shards), outs)
+        return self._prepared.start(movable(shards), outs)
 
     def run_padded(self, x: Tensor, lengths: Tensor) -> list[Tensor]:
         """The results of padded shards ``(k, S_MAX, *F)`` with device lengths, then all lengths."""
@@ -187,6 +198,27 @@ class Plan:
     def _count(self, begin: int, n: int, device: torch.device) -> Tensor:
         flat = [bound - begin for interval in self.terms.sources for bound in interval]
         return _coverage(torch.empty(0, device=device), flat, n)
+
+    def _launch(self, shards: Any, out: Any) -> Tensor | None:
+        """The result of a plain call over peer memory, in one operator that looks at its tensors itself. None, and
+        nothing has happened, where anything is unusual."""
+        if type(shards) is not Tensor or not self._agreed[False] or self._planner.always_agrees:
+            return None
+        if forward_ad._current_level >= 0 or (shards.requires_grad and torch.is_grad_enabled()):
+            return None
+        assert self._bound is not None
+        self._planner.announce_call()
+        try:
+            if out is None:
+                return peer_call_new(shards, self._bound)
+            if type(out) is not Tensor or out.requires_grad:
+                return None
+            peer_call(out, shards, self._bound)
+        except RuntimeError:
+            self._planner.check_peers()
+            return None
+        torch._C._increment_version((out,))  # autograd must notice when it has saved the values that are gone
+        return out
 
     def _check(
         self, shards: Shards, out: Any, lengths: Tensor | None
@@ -214,6 +246,8 @@ class Plan:
             hosted = self._checked(shards)
         if not self._fit(hosted):
             hosted = self._checked(hosted)
+        if torch._C._are_functorch_transforms_active():
+            refuse_batches(hosted)
         if terms.device_lengths:
             return hosted
         return [x if x.shape[0] == n else x[:n] for x, (_, n) in zip(hosted, bounds)]
@@ -265,15 +299,23 @@ class Plan:
         """Note that the processes have compared such a call in another way."""
         self._agreed[collective_gradient] = True
 
-    def _apply(self, hosted: list[Tensor], outs: list[Tensor] | None, lengths: Tensor | None) -> list[Tensor]:
+    def _run(self, hosted: list[Tensor], outs: list[Tensor] | None, lengths: Tensor | None) -> list[Tensor]:
         if lengths is not None:
-            stacked = hosted[0][None] if len(hosted) == 1 else torch.stack(hosted)
-            if needs_grad(hosted):
-                return list(PaddedExchange.apply(self, stacked, lengths)[:-1])
-            return self.run_padded(stacked, lengths)[:-1]
-        if needs_grad(hosted):
-            return list(Exchange.apply(self, *hosted))
-        return self.run(hosted, _fillable(outs))
+            return self.run_padded(stack(hosted), lengths)[:-1]
+        results = self.run(hosted, fillable(outs))
+        if self._bound is None and self._prepared.route.transport == "peer":
+            self._bound = self._prepared.bind()
+        return results
+
+    def _record(self, hosted: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
+        if lengths is not None:
+            return list(PaddedExchange.apply(self, stack(hosted), lengths)[:-1])
+        return list(Exchange.apply(self, *hosted))
+
+    def run_recorded(self, shards: Sequence[Tensor], lengths: Tensor | None = None) -> list[Tensor]:
+        """What autograd's functions run: the rest of a call that was checked and agreed on."""
+        with self._planner.calling(self.terms.name, begun=True):
+            return self.run(shards) if lengths is None else self.run_padded(shards[0], lengths)
 
     def execute(self, shards: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
         """A call without autograd that gives one result a hosted sink, for the registered operators.
@@ -290,37 +332,3 @@ class Plan:
                 raise planner.refuse(name, error) from error
             self._agree(rows)
             return self.run(rows) if lengths is None else self.run_padded(shards[0], lengths)
-
-
-def traced(planner: Planner, terms: Terms, hosted: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
-    """The results of a call as torch.compile sees it: those of the registered operator."""
-    if lengths is None:
-        return exchange(hosted, terms, None, planner.name)
-    stacked = hosted[0][None] if len(hosted) == 1 else torch.stack(hosted)
-    return exchange_padded(stacked, lengths, terms, planner.name)[:-1]
-
-
-def is_single(shards: Shards, planner: Planner, terms: Terms) -> bool:
-    """Whether results come as ``shards`` did, as one Tensor."""
-    return len(planner.virtual_ranks) == 1 and isinstance(shards, Tensor) and shards.dim() == len(terms.row_shape) + 1
-
-
-def deliver(results: list[Tensor], terms: Terms, out: Any, single: bool) -> Any:
-    """What a collective returns, from one result a hosted sink."""
-    if out is not None:
-        for tensor, result in zip([out] if isinstance(out, Tensor) else out, results):
-            into(result, tensor)
-        return out
-    return results[0] if terms.replicated or single else results
-
-
-def _movable(shards: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous tensors without lazy signs: bytes travel."""
-    return [s.resolve_conj().resolve_neg().contiguous() for s in shards]
-
-
-def _fillable(outs: list[Tensor] | None) -> list[Tensor] | None:
-    """``outs`` where kernels can write all of them in place."""
-    if outs is None or not all(o.is_contiguous() and not (o.is_neg() or o.is_conj()) for o in outs):
-        return None
-    return outs

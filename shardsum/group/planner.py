@@ -7,6 +7,7 @@ user wrote them, to its plan.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -62,6 +63,7 @@ class Planner:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.setting = partial(Setting, self.num_virtual_ranks, self.world_size)
         executor.call_number = lambda: agreement.call
+        self._state = ctypes.c_int64.from_address(executor.state.data_ptr())
         autograd.groups[self.name] = self
 
     def position(self, virtual_rank: int) -> tuple[int, int]:
@@ -84,9 +86,9 @@ class Planner:
 
     # What a call begins and ends with
 
-    def calling(self, name: str) -> Calling:
-        """``with planner.calling(name):`` around all that a call does."""
-        return Calling(self, name)
+    def calling(self, name: str, begun: bool = False) -> Calling:
+        """``with planner.calling(name):`` around all that a call does; ``begun`` around the rest of one."""
+        return Calling(self, name, begun)
 
     def enter(self, name: str) -> None:
         """Begin a call. RuntimeError when the group has failed, or when what an earlier call left open does now."""
@@ -125,12 +127,20 @@ class Planner:
         raise self.agreement.explain(name, self._what_peers_know(error)) from error
 
     def _what_peers_know(self, error: RuntimeError) -> RuntimeError:
-        if self.executor.peers is not None:
-            try:
-                self.executor.peers.check()
-            except RuntimeError as known:
-                return known
+        try:
+            self.check_peers()
+        except RuntimeError as known:
+            return known
         return error
+
+    def announce_call(self) -> None:
+        """Tell the native operators the number of this call: they add 1 to the calls that were made before it."""
+        self._state.value = self.agreement.call - 1
+
+    def check_peers(self) -> None:
+        """Raise RuntimeError when a kernel waited for another process in vain."""
+        if self.executor.peers is not None:
+            self.executor.peers.check()
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """What asynchronous calls run on."""
@@ -242,11 +252,12 @@ class Planner:
 class Calling:
     """The scope of one call. An error that is no ValueError ends the group: others may be in the middle of it."""
 
-    def __init__(self, planner: Planner, name: str) -> None:
-        self._planner, self._name = planner, name
+    def __init__(self, planner: Planner, name: str, begun: bool) -> None:
+        self._planner, self._name, self._begun = planner, name, begun
 
     def __enter__(self) -> None:
-        self._planner.enter(self._name)
+        if not self._begun:
+            self._planner.enter(self._name)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ..core.numerics import check_op
+from ..group.plan import Plan
 from .shard_group import ShardGroup
 
 _WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -53,6 +54,16 @@ class HookState:
     wire_dtype: torch.dtype | None = None
     scale: float | None = None
     _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict, init=False, repr=False)
+    _plans: dict[tuple[int, torch.dtype], Plan] = field(default_factory=dict, init=False, repr=False)
+
+    def plan(self, size: int, dtype: torch.dtype) -> Plan:
+        """The reduction of buckets of ``size`` elements. Collective where they are the first of their size."""
+        if (size, dtype) not in self._plans:
+            lengths, op = [size] * self.group.num_virtual_ranks, "mean" if self.scale is None else "sum"
+            self._plans[size, dtype] = self.group.plan(
+                "all_reduce", lengths, size=size, dtype=dtype, op=op, scale=self.scale
+            )
+        return self._plans[size, dtype]
 
     def __post_init__(self) -> None:
         _check_one_rank_per_process(self.group)
@@ -84,15 +95,8 @@ def ddp_comm_hook(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 def _reduce(state: HookState, buffer: Tensor) -> Tensor:
-    group, size = state.group, buffer.numel()
-    total = group.all_reduce(
-        buffer if state.wire_dtype is None else buffer.to(state.wire_dtype),
-        [size] * group.num_virtual_ranks,
-        size=size,
-        op="mean" if state.scale is None else "sum",
-        scale=state.scale,
-    )
-    return total.to(buffer.dtype)
+    wire = buffer if state.wire_dtype is None else buffer.to(state.wire_dtype)
+    return state.plan(wire.numel(), wire.dtype)(wire).to(buffer.dtype)
 
 
 class FSDPReduceScatter:
@@ -112,6 +116,7 @@ class FSDPReduceScatter:
         self.scale = check_op("sum", scale, torch.float32)
         self._options = options
         self._groups: dict[dist.ProcessGroup, ShardGroup] = {}
+        self._plans: dict[Any, Plan] = {}
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The buffers that FSDP fills and reads: plain tensors."""
@@ -140,17 +145,18 @@ class FSDPReduceScatter:
             )
         if async_op:
             raise ValueError("async_op: FSDPReduceScatter enqueues its work on the current stream; pass False")
-        shards = self._group(group, input_tensor.device)
-        world_size = shards.world_size
-        part = shards.reduce_scatter(
-            input_tensor,
-            [input_tensor.numel()] * world_size,
-            size=input_tensor.numel(),
-            splits=[output_tensor.numel()] * world_size,
-            scale=self.scale,
-            out_dtype=output_tensor.dtype,
-        )
-        output_tensor.copy_(part)
+        key = group, input_tensor.numel(), input_tensor.dtype, output_tensor.dtype
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(group, input_tensor, output_tensor)
+        self._plans[key](input_tensor, out=output_tensor)
+
+    def _make_plan(self, group: dist.ProcessGroup, source: Tensor, part: Tensor) -> Plan:
+        shards, size = self._group(group, source.device), source.numel()
+        ranks = shards.world_size
+        return shards.plan(
+            "reduce_scatter", [size] * ranks, size=size, splits=[part.numel()] * ranks, dtype=source.dtype,
+            out_dtype=part.dtype, scale=self.scale,
+        )  # fmt: skip
 
     def _group(self, group: dist.ProcessGroup, device: torch.device) -> ShardGroup:
         if group not in self._groups:

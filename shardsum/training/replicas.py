@@ -20,6 +20,7 @@ from ..core.numerics import accumulator_dtype, check_op
 
 if TYPE_CHECKING:
     from ..group.group import CollectiveGroup
+    from ..group.plan import Plan
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -52,6 +53,7 @@ class Replicas(Sequence[M]):
         self._parameters = dict(module.named_parameters())
         for name, parameter in self._parameters.items():
             _check_parameter(name, parameter)
+        self._plans: dict[Any, Plan] = {}
         self._aliases: list[dict[str, nn.Parameter]] = []
         self._replicas: list[M] = []
         for _ in self.virtual_ranks:
@@ -91,6 +93,14 @@ class Replicas(Sequence[M]):
     def gradients(self, name: str) -> list[Tensor | None]:
         """The gradient of parameter ``name`` of every hosted virtual rank; None where the rank did not use it."""
         return [aliases[name].grad for aliases in self._aliases]
+
+    def plan(self, group: CollectiveGroup, size: int, dtype: torch.dtype, scale: float | None) -> Plan:
+        """The sum of buckets of ``size`` elements over all virtual ranks. Collective where they are the first such."""
+        key = group, size, dtype, scale
+        if key not in self._plans:
+            lengths = [size] * group.num_virtual_ranks
+            self._plans[key] = group.plan("all_reduce", lengths, size=size, dtype=dtype, scale=scale)
+        return self._plans[key]
 
     def clear_gradients(self, name: str) -> None:
         """Forget parameter ``name``'s gradients in all replicas."""
@@ -218,9 +228,7 @@ def reduce_gradients(group: CollectiveGroup, replicas: Replicas[M], *, scale: fl
     pending: tuple[_Bucket, Any] | None = None
     for bucket in _buckets({n: p for n, p in parameters.items() if n in used}):
         rows = _flatten(replicas, bucket)
-        size = sum(bucket.sizes)
-        sizes = [size] * group.num_virtual_ranks
-        handle = group.all_reduce(rows, sizes, size=size, scale=scale, async_op=True)
+        handle = replicas.plan(group, sum(bucket.sizes), bucket.dtype, scale).start(rows)
         if pending is not None:  # while this bucket travels, the previous one is delivered and the next one filled
             _deliver(parameters, *pending)
         pending = bucket, handle

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..group.group import CollectiveGroup
 from ..group.plan import Plan
-from . import checkpointing, lockstep
+from . import checkpointing, lockstep, losses
 from .context import ContextBatch
 from .context_balance import POSITION_COST, balanced_lengths
 from .context_plan import SequencePlan
@@ -77,6 +77,22 @@ class ShardGroup(CollectiveGroup):
         """R chunk lengths with which all processes have equal work in attention and the rest of a layer
         (:func:`shardsum.training.context_balance.balanced_lengths`)."""
         return balanced_lengths(self.owners, cu_seqlens, causal=causal, window=window, position_cost=position_cost)
+
+    def token_mean(
+        self, loss_sum: losses.Scalars, num_valid: losses.Scalars, *, grad: str = "identity"
+    ) -> tuple[Tensor, Tensor]:
+        """The mean loss over all valid tokens of all virtual ranks, without synchronisation.
+
+        Args:
+            loss_sum: 0-dim floating Tensor per hosted virtual rank: the sum of its tokens' losses.
+            num_valid: 0-dim integer Tensor (or int) per hosted virtual rank: how many tokens that was. Where it is 0,
+                the rank's loss_sum is ignored.
+            grad: as of :meth:`all_reduce`; each token's gradient is 1 / (all valid tokens) with "identity".
+
+        Returns:
+            ``(mean, count)``: float32 and int64, both 0-dim; mean 0 where count is 0.
+        """
+        return losses.token_mean(self, loss_sum, num_valid, grad=grad)
 
     def replicas(self, module: M) -> Replicas[M]:
         """Per hosted virtual rank, ``module`` with parameters of its own gradient and shared storage

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -82,60 +77,6 @@ def streams(rank: int, world_size: int) -> None:
         assert_same(handle.wait(), expected)
 
 
-def odd(x: torch.Tensor, form: int) -> torch.Tensor:
-    """The same values, sometimes behind a lazy sign or not contiguous."""
-    return {0: lambda: torch._neg_view(-x), 1: lambda: x.mT.contiguous().mT}.get(form, lambda: x)()
-
-
-def known_calls(rank: int, world_size: int) -> tuple[int, int]:
-    """Few signatures in random order: a call that was made before, or just now, is launched again where it is the same,
-    whatever a process's own tensors are like. Returns how many were known by their key, and as the last one."""
-    group = ShardGroup(transport="peer")
-    replays, found = group._runner.replays, Counter[str]()
-    run = replays.run
-
-    def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            result = method(*args)
-            found[name] += result not in (None, False)
-            return result
-
-        return call
-
-    def run_and_count_the_next(*args: Any) -> Any:
-        result = run(*args)
-        replays.last = counted("last", replays.last)
-        return result
-
-    replays.run = counted("run", run_and_count_the_next)
-    shared, own = random.Random(1), random.Random(2 + rank)
-    for call in range(400):
-        lengths, dtype = shared.choice(([7, 4], [4, 7], [7, 0])), shared.choice((torch.float32, torch.bfloat16))
-        trailing, wanted = shared.choice(((6,), (2, 3))), shared.choice((torch.float32, torch.bfloat16))
-        op, size = shared.choice(("sum", "mean")), shared.choice((7, 9))
-        rows = [random_values((n, *trailing), dtype, 2 * call + r) for r, n in enumerate(lengths)]
-        want = reference.ragged_sum(rows, [0, 0], size, op=op, out_dtype=wanted)
-        unused = torch.full((own.choice((0, 2)), *trailing), float("nan"), dtype=dtype)
-        x = odd(torch.cat([rows[rank], unused]).cuda(), own.randrange(8))
-        for _ in range(shared.choice((1, 1, 3))):
-            out = odd(torch.full((size, *trailing), float("nan"), dtype=wanted, device="cuda"), own.randrange(8))
-            if own.random() < 0.3:
-                got = group.all_reduce(x, lengths, size=size, op=op, out_dtype=wanted)
-            else:
-                got = group.all_reduce(x, lengths, size=size, op=op, out=out)
-                assert got is out
-            assert_same(got.resolve_neg(), want)
-    with pytest.raises(ValueError, match="lengths"):
-        group.all_reduce(x, [True, 7], size=9)
-    return found["run"], found["last"]
-
-
-@marked
-def test_known_calls() -> None:
-    for by_key, last in run_processes(known_calls, 2, backend="nccl", timeout=150):
-        assert by_key > 100 and last > 20
-
-
 @marked
 def test_streams_and_overwritten_inputs() -> None:
     run_processes(streams, 2, backend="nccl", timeout=150)
@@ -197,82 +138,3 @@ def share_a_gpu(rank: int, world_size: int) -> None:
     torch.cuda.set_device(0)
     with pytest.raises(ValueError, match="Host several virtual ranks in one process"):
         ShardGroup(4)
-
-
-def replayed(rank: int, world_size: int) -> None:
-    """Calls alike are launched again without their checks: other values, layouts and lengths must still be right."""
-    group = ShardGroup(2, transport="peer")
-    for lengths in ([40, 7], [40, 7], [3, 40], [40, 7]):
-        for step in range(4):
-            shards = [random_values((40, 24), torch.bfloat16, 10 * step + r) for r in range(2)]
-            expected = reference.ragged_sum(
-                [s[:n] for s, n in zip(shards, lengths)], [0, 0], 40, out_dtype=torch.bfloat16
-            )
-            mine = shards[rank].cuda()
-            if step == 2:
-                mine = mine.t().contiguous().t()
-            for out in (mine.new_full((40, 24), float("nan")), mine.new_full((24, 40), float("nan")).t()):
-                assert group.all_reduce(mine, lengths, size=40, out=out) is out
-                assert_same(out, expected)
-            assert_same(group.all_reduce(mine, lengths, size=40), expected)
-            assert_same(group.reduce_scatter(mine, lengths, size=40), expected.split(20)[rank])
-            assert_same(group.reduce_scatter(mine, lengths, size=40, splits=[31, 9]), expected.split([31, 9])[rank])
-            held, wanted = [(0, n) for n in lengths], [(2, 38), (30, 30)]
-            part = group.exchange([mine], held, wanted, size=40)[0]
-            assert_same(part, expected[wanted[rank][0] : wanted[rank][1]])
-            joined = torch.cat([s[:n] for s, n in zip(shards, lengths)])
-            assert_same(group.all_gather(mine, lengths), joined)
-    assert len(group._runner.replays) == 2 * (1 + 1 + 2 + 1 + 1)
-    for lazy in (torch._neg_view(mine.neg()), torch._neg_view(mine.neg()).t().contiguous().t()):
-        out = torch.full_like(mine, float("nan"))
-        assert_same(group.all_reduce(lazy, [40, 7], size=40, out=out), expected)
-    count, shared = group._agreement.call, torch.zeros(60, 24, dtype=torch.bfloat16, device="cuda")
-    elsewhere = torch.device("cuda", 1 - rank)
-    for shard, out, message in (
-        (mine, mine, "out: shares memory"),
-        (shared[:40], shared[20:], "out: shares memory"),
-        (mine, mine.new_empty(960), "out: "),
-        (mine, mine.new_empty(24, 40), "out: "),
-        (mine, mine.to(elsewhere), "out: on cuda"),
-        (mine, mine.cpu(), "out: on cpu"),
-        (mine.to(elsewhere), None, "shards: on cuda"),
-        (mine.cpu(), None, "shards: on cpu"),
-        (mine.to_sparse(), None, "shards: "),
-    ):
-        with pytest.raises(ValueError, match=message):
-            group.all_reduce(shard, [40, 7], size=40, out=out)
-        group._agreement.wary = False  # the next call is looked up as if it came first
-        assert_same(group.all_reduce(mine, [40, 7], size=40), expected)
-        group._agreement.wary = False
-    assert group._agreement.call == count + 2 * 9
-
-
-def replayed_on_streams(rank: int, world_size: int) -> None:
-    """Each call takes the result of the one before, which ran on another stream: first on the default one for long."""
-    group = ShardGroup(2, transport="peer")
-    rows = [random_values((64, 256), torch.float32, r).nan_to_num(1.0, 2.0, 3.0) for r in range(2)]
-    expected = reference.ragged_sum(rows, [0, 0], 64, out_dtype=torch.float32)
-    streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
-    buffers = [torch.full((64, 256), float("nan"), device="cuda") for _ in range(2)]
-    for _ in range(3):  # known from here on
-        group.all_reduce(rows[rank].cuda(), [64, 64], size=64, out=buffers[0])
-    torch.cuda.synchronize()
-    for step in range(60):
-        with torch.cuda.stream(streams[0 if step < 20 else (step * 7) % 3]):
-            if step % 5 == rank:
-                torch.cuda._sleep(500_000)
-            group.all_reduce(buffers[step % 2], [64, 64], size=64, out=buffers[1 - step % 2])
-    torch.cuda.synchronize()
-    group.check()
-    assert_same(buffers[0], expected * 2.0**60)
-    assert_same(buffers[1], expected * 2.0**59)
-
-
-@marked
-def test_replayed_calls_on_changing_streams() -> None:
-    run_processes(replayed_on_streams, 2, backend="nccl", timeout=150)
-
-
-@marked
-def test_replayed_calls() -> None:
-    run_processes(replayed, 2, backend="nccl", timeout=150)
