@@ -35,31 +35,34 @@ inline To bits_of(const From& from) {
   return to;
 }
 
-// Halves without an instruction for them: all cases computed, the right one selected. Signed integers throughout:
-// SSE2 neither compares nor converts unsigned ones.
+// Halves without an instruction for them: all cases computed, the right one selected. Signed integers are compared and
+// converted: SSE2 has neither for unsigned ones.
 template <int kLanes>
 inline Vec<float, kLanes> half_to_float(Vec<uint16_t, kLanes> half) {
   using Int = Vec<int32_t, kLanes>;
+  using UInt = Vec<uint32_t, kLanes>;
   using F = Vec<float, kLanes>;
   const Int h = __builtin_convertvector(half, Int), magnitude = h & 0x7fff;
   const Int small = (Int)(__builtin_convertvector(magnitude, F) * 0x1p-24f);  // zero and denormals, exactly
   const Int normal = (magnitude << 13) + (112 << 23);
   const Int special = (magnitude << 13) | 0x7f800000;  // infinity, NaN
   const Int value = magnitude < 0x400 ? small : magnitude < 0x7c00 ? normal : special;
-  return (F)(value | (h & 0x8000) << 16);
+  return (F)((UInt)value | (UInt)(h & 0x8000) << 16);
 }
 
 template <int kLanes>
 inline Vec<uint16_t, kLanes> float_to_half(Vec<float, kLanes> f) {
   using Int = Vec<int32_t, kLanes>;
+  using UInt = Vec<uint32_t, kLanes>;  // in which lanes that are not selected may wrap
   using F = Vec<float, kLanes>;
-  const Int bits = (Int)f, magnitude = bits & 0x7fffffff;
+  const UInt bits = (UInt)f, magnitude = bits & 0x7fffffff;
   // Below 2^-14 the halves are 2^-24 apart, as floats from 0.5 on are: adding 0.5 rounds.
-  const Int small = (Int)((F)magnitude + 0.5f) - 0x3f000000;
-  const Int normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;  // may carry into infinity
-  const Int infinity = Int{} + 0x7c00, nan = Int{} + 0x7e00;
-  const Int beyond = magnitude > 0x7f800000 ? nan : infinity;  // from 65536 on
-  const Int value = magnitude < 0x38800000 ? small : magnitude < 0x47800000 ? normal : beyond;
+  const UInt small = (UInt)((F)magnitude + 0.5f) - 0x3f000000;
+  const UInt normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;  // may carry into infinity
+  const UInt infinity = UInt{} + 0x7c00, nan = UInt{} + 0x7e00;
+  const Int signless = (Int)magnitude;
+  const UInt beyond = signless > 0x7f800000 ? nan : infinity;  // from 65536 on
+  const UInt value = signless < 0x38800000 ? small : signless < 0x47800000 ? normal : beyond;
   return __builtin_convertvector(value | (bits >> 16 & 0x8000), Vec<uint16_t, kLanes>);
 }
 
