@@ -6,6 +6,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -43,13 +44,13 @@ class TensorView {
     check(aoti_torch_is_contiguous(handle_, &yes), "is_contiguous");
     return yes;
   }
-  // Dimensions first, first + 1, ... lie contiguous in memory.
+  // Dimensions first, first + 1, ... lie contiguous in memory; those of no elements do with any strides.
   bool is_contiguous_from(int64_t first) const {
+    if (std::find(sizes_ + first, sizes_ + dim_, 0) != sizes_ + dim_) return true;
     int64_t* strides = nullptr;
     check(aoti_torch_get_strides(handle_, &strides), "strides");
     int64_t expected = 1;
     for (int64_t d = dim_ - 1; d >= first; --d) {
-      if (sizes_[d] == 0) return true;
       if (sizes_[d] != 1 && strides[d] != expected) return false;
       expected *= sizes_[d];
     }

@@ -13,7 +13,7 @@ if [ ! -x "$venv/bin/shardsum" ]; then
     python3 -m venv "$venv"
     # torch first and by name: left to a dependency range, pip takes the newest CUDA build of several GB.
     "$venv/bin/python" -c "import torch" 2>/dev/null || "$venv/bin/python" -m pip install --quiet "${TORCH:-torch==2.13.0}" numpy
-    "$venv/bin/python" -m pip install --quiet --editable ".[test]"
+    "$venv/bin/python" -m pip install --quiet --editable ".[cli,test]"
 fi
 
 case ${1:-train} in

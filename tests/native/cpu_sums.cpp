@@ -1,7 +1,7 @@
 // Random sums by csrc/cpu under AddressSanitizer and UndefinedBehaviorSanitizer, compared bit for bit with plain loops.
 //
-// Every row, mask and output lies in a heap block of exactly its size, at any alignment that its dtype allows, so that a
-// read or write past it is an error. Stands without torch: what the kernels ask of it is at the end of this file.
+// Every row, mask and output lies in a heap block of exactly its size, at any alignment that its dtype allows, so that
+// a read or write past it is an error. Stands without torch: what the kernels ask of it is at the end of this file.
 //   cpu_sums <seed> <cases>
 #include <cmath>
 #include <cstdint>

@@ -154,7 +154,7 @@ def first_line(error: Exception) -> str:
 
 
 def rounding(want: Tensor, magnitude: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """How far a sum of ``steps`` addends may be off: each addition in ``dtype``, then one rounding to want's dtype.
+    """How far a sum of ``steps`` addends may be off: each addition in ``dtype``, then one rounding to that of ``want``.
 
     Args:
         magnitude: the sum of the addends' absolute values.

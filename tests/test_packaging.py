@@ -1,0 +1,50 @@
+"""What an installation holds, and what it says where something is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from setuptools.config.pyprojecttoml import read_configuration
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = read_configuration(ROOT / "pyproject.toml")
+
+
+def test_every_folder_of_code_is_installed() -> None:
+    folders = {p.parent for p in (ROOT / "shardsum").rglob("*.py")}
+    wanted = {".".join(f.relative_to(ROOT).parts) for f in folders}
+    sources = {p.parent for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh")}
+    wanted |= {".".join(["shardsum", *f.relative_to(ROOT).parts]) for f in sources}
+    assert set(SETTINGS["tool"]["setuptools"]["packages"]) == wanted
+
+
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys({missing!r}))  # importing them raises ModuleNotFoundError
+import shardsum, torch
+assert shardsum.ragged_sum(torch.ones(2, 3), [1, 3]).tolist() == [2, 1, 1]
+from shardsum.__main__ import main
+sys.argv = ["shardsum", {command!r}]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("missing", "command"), [("jsonargparse", "doctor"), ("jsonargparse", "bench")])
+def test_the_library_runs_without_the_command_line_which_names_its_extra(missing: str, command: str) -> None:
+    others = ["jsonargparse", "rich", "matplotlib", "safetensors"]
+    code = WITHOUT.format(missing=others, command=command)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f'shardsum: the command line needs {missing}: pip install "shardsum[cli]"\n'
+
+
+def test_the_extra_is_what_the_command_line_needs() -> None:
+    from packaging.requirements import Requirement
+
+    from shardsum.__main__ import _CLI_PACKAGES
+
+    extras = SETTINGS["project"]["optional-dependencies"]
+    assert {Requirement(r).name for r in extras["cli"]} == set(_CLI_PACKAGES)
