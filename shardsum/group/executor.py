@@ -2,8 +2,9 @@
 
 A prepared exchange takes the hosted shards and fills one result a hosted sink. There is one class for each way that
 rows travel: :class:`OneShot` (every transport that yields rows), :class:`TwoShot` (a sum that every process wants, over
-all_to_all), :class:`OverPeers` (one launch that moves and sums). All add the same rows in the same order with the same
-kernels, so their bits are equal. While a chunk is summed, the next one travels.
+all_to_all), :class:`OverPeers` (one launch that moves and sums), :class:`Carried` (accumulators travel, not rows). All
+add the same rows in the same order with the same kernels, so their bits are equal. While a chunk is summed, the next
+one travels.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..core.numerics import NATIVE_DTYPES
 from ..local import kernels
 from ..local.ops import readable
 from ..native import loader as native
-from ..transports import TRANSPORTS, Rows, Stamp, Wire, stamp
+from ..transports import TRANSPORTS, Rows, Stamp, Wire, carry, stamp
 from ..transports.peer.operators import MAX_ROW_DIMS
 from ..transports.peer.peers import Peers
 from ..transports.peer.transport import PreparedCall
@@ -99,6 +100,8 @@ class Executor:
         route = self.router.route(plan, torch.Size(terms.row_shape).numel(), terms.dtype, terms.reduce, device_type)
         if route.transport == "peer":
             return OverPeers(self, terms, plan, route)
+        if route.carry is not None:
+            return Carried(self, terms, plan, route, batched=device_type != "cpu")
         return (TwoShot if route.two_shot else OneShot)(self, terms, plan, route)
 
     def begin(self, route: Route, stamp: Stamp | None) -> None:
@@ -150,7 +153,8 @@ def fingerprint(terms: Terms, plan: ExchangePlan, route: Route) -> Stamp:
     """What an exchange is: all that determines what travels and what is made of it."""
     said = {**terms.signature(), "sources": terms.sources, "sinks": terms.sinks}
     owners = [plan.source_owners, plan.sink_owners]
-    return stamp(terms.name, {**said, "owners": owners, "route": [route.transport, route.two_shot, route.chunks]})
+    way = [route.transport, route.two_shot, route.chunks, route.carry and route.carry.domains]
+    return stamp(terms.name, {**said, "owners": owners, "route": way})
 
 
 class OneShot(Prepared):
@@ -256,6 +260,22 @@ class OverPeers(Prepared):
         if call is None or not call.single or self._converts or len(self._terms.row_shape) > MAX_ROW_DIMS:
             return None
         return call.bind(bounds, self._terms.row_shape, self._executor.state)
+
+
+class Carried(Prepared):
+    """Accumulators go from domain to domain and are folded where the rows are."""
+
+    def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route, batched: bool) -> None:
+        super().__init__(executor, terms, plan, route)
+        assert route.carry is not None
+        self._schedule, self._batched = carry.Schedule(route.carry, executor.rank), batched
+
+    def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
+        self._executor.begin(self.route, self._stamp)
+        results, wire = self._results(shards[0], outs), self._executor.wire
+        assert wire is not None
+        steps = carry.run(self._schedule, shards, results, self._reduce, wire, self._batched)
+        return Job(results, steps, True, wire)
 
 
 def fill(out: Tensor, rows: Rows, reduce: Reduce) -> None:

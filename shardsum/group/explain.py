@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..transports.domains import Domains
 from .routes import Route
 
 
@@ -33,13 +34,27 @@ class Explanation:
     collective: str
     route: Route
     virtual_ranks_per_process: float
+    domains: Domains
 
     def __str__(self) -> str:
         r = self.route
-        shots = "two-shot" if r.two_shot else "one-shot"
-        return (
-            f"{self.collective} by {r.transport} ({shots}, {r.chunks} chunk{'s' * (r.chunks > 1)}): {r.reason}\n"
-            f"bytes: {sum(r.egress)} in total; busiest process sends {max(r.egress)}, receives {max(r.ingress)}\n"
-            f"each process hosts {self.virtual_ranks_per_process:g} virtual ranks and sends that many rows an element "
-            f"(nothing is summed before it travels: the order of additions is the ranks')"
-        )
+        shots = f"{len(r.carry.runs)} runs" if r.carry is not None else "two-shot" if r.two_shot else "one-shot"
+        lines = [
+            f"{self.collective} by {r.transport} ({shots}, {r.chunks} chunk{'s' * (r.chunks > 1)}): {r.reason}",
+            f"bytes: {sum(r.egress)} in total; busiest process sends {max(r.egress)}, receives {max(r.ingress)}",
+        ]
+        if self.domains.count > 1:
+            lines.append(self.domains.describe())
+            if r.load is not None:
+                lines[-1] += f"; bytes inside them {r.load.inside}, between them {r.load.between}"
+        hosts = f"each process hosts {self.virtual_ranks_per_process:g} virtual ranks"
+        if r.carry is not None:
+            lines.append(
+                f"{hosts}; a run of ranks sends one unrounded accumulator an element, in the order of the ranks"
+            )
+        else:
+            lines.append(
+                f"{hosts} and sends that many rows an element "
+                "(nothing is summed before it travels: the order of additions is the ranks')"
+            )
+        return "\n".join(lines)

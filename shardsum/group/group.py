@@ -41,6 +41,9 @@ from torch import Tensor
 
 from ..core.layout import Interval, owners_of
 from ..transports import costs as cost_tables
+from ..transports.domains import agree as agree_on_domains
+from ..transports.domains import check as check_domains
+from ..transports.domains import host
 from ..transports.peer.peers import Peers
 from . import membership
 from .agreement import Agreement
@@ -66,7 +69,8 @@ class CollectiveGroup:
             torch.distributed is initialised, else this process alone.
         placement: "contiguous", "zigzag", or the owning process of every virtual rank
             (:func:`shardsum.core.layout.owners_of`).
-        transport: "auto", or "gather", "all_to_all" or "peer" to force it ("local" is a lone process's).
+        transport: "auto", or "gather", "all_to_all", "carry" or "peer" to force it ("local" is a lone process's).
+        domains: which processes share fast links: a name (an int or a str) for every process. Default: its host.
         device: where shards live. Default: the group's CUDA device if it has one, else the CPU; a lone process takes
             shards on any device.
         check: "first" compares arguments across processes once a signature, "always" on every call.
@@ -90,6 +94,7 @@ class CollectiveGroup:
         *,
         placement: str | Sequence[int] = "contiguous",
         transport: str = "auto",
+        domains: Sequence[int | str] | None = None,
         device: torch.device | str | None = None,
         check: str = "first",
         timeout: float | timedelta | None = None,
@@ -107,16 +112,22 @@ class CollectiveGroup:
             self.num_virtual_ranks = membership.num_virtual_ranks(num_virtual_ranks, pg, self.world_size)
             self.owners = owners_of(self.num_virtual_ranks, self.world_size, placement)
             membership.check_transport(transport, self.world_size)
+            if domains is not None:
+                check_domains(domains, self.world_size)
             table = cost_tables.load(costs)
         except Exception as error:
             raise self._agreement.refuse("ShardGroup", error) from error
         signature: dict[str, Any] = {"num_virtual_ranks": self.num_virtual_ranks, "placement": list(self.owners)}
         signature |= {"transport": transport, "check": check, "device": self.device.type, "costs": repr(table)}
-        membership.refuse_shared_gpu(self._agreement.agree("ShardGroup", signature, membership.gpu(self.device)))
+        signature["domains"] = None if domains is None else list(domains)
+        where = self._agreement.agree("ShardGroup", signature, [host(), membership.gpu(self.device)])
+        membership.refuse_shared_gpu([gpu for _, gpu in where])
+        #: Which processes share fast links.
+        self.domains = agree_on_domains([name for name, _ in where] if domains is None else domains)
         self._agreement.connect(max(map(self.owners.count, range(self.world_size))) + 1)
         wire = self._agreement.wire(pg, self.device)
         peers = self._find_peers(transport, limit) if wire is not None else None
-        router = Router(self.world_size, transport, table, peers)
+        router = Router(self.domains, transport, table, peers)
         self._planner = Planner(Executor(self.owners, self.rank, wire, router, peers), self._agreement, self.device)
         self.transport, self.wire = transport, wire
         #: The virtual ranks hosted by this process, increasing.
@@ -133,7 +144,8 @@ class CollectiveGroup:
     def __repr__(self) -> str:
         return (
             f"ShardGroup(num_virtual_ranks={self.num_virtual_ranks}, rank={self.rank}, world_size={self.world_size}, "
-            f"virtual_ranks={list(self.virtual_ranks)}, transport={self.transport!r}, device={self.device})"
+            f"virtual_ranks={list(self.virtual_ranks)}, transport={self.transport!r}, device={self.device}"
+            + (f", domains={list(self.domains.of)})" if self.domains.count > 1 else ")")
         )
 
     def _find_peers(self, transport: str, limit: timedelta) -> Peers | None:

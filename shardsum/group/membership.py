@@ -97,7 +97,7 @@ def check_mode(check: str) -> str:
 
 
 def check_transport(transport: str, world_size: int) -> None:
-    names = ["auto", *TRANSPORTS, "peer"]
+    names = ["auto", *TRANSPORTS, "carry", "peer"]
     if transport not in names:
         raise ValueError(f"transport: expected one of {names}, got {transport!r}")
     if world_size > 1 and transport == "local":

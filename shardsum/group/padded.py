@@ -53,7 +53,10 @@ class PreparedPadded:
             return executor.router.route(self._plan, width, terms.dtype, terms.reduce, "cuda")
         slots, stride = padded_stride(executor.owners, terms)
         sent = (slots * stride * (executor.world_size - 1),) * executor.world_size
-        return Route("gather", False, 1, sent, sent, "lengths on the device travel with the padded rows")
+        reason = "lengths on the device travel with the padded rows"
+        if executor.router.transport == "carry":
+            reason = f'transport="carry" needs lengths that the host knows; {reason}'
+        return Route("gather", False, 1, sent, sent, reason)
 
     def run(self, x: Tensor, lengths: Tensor) -> list[Tensor]:
         """The results of the hosted sinks, then all lengths ``(R',)``."""

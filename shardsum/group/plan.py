@@ -159,7 +159,8 @@ class Plan:
     def explain(self) -> Explanation:
         """Which transport the plan takes and why, with the bytes that it moves."""
         planner = self._planner
-        return Explanation(self.terms.name, self._prepared.route, planner.num_virtual_ranks / planner.world_size)
+        ratio = planner.num_virtual_ranks / planner.world_size
+        return Explanation(self.terms.name, self._prepared.route, ratio, planner.executor.router.domains)
 
     def stats(self) -> Stats:
         """Bytes of the group's last collective."""

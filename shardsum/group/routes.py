@@ -1,21 +1,27 @@
-"""How an exchange travels: which transport, one- or two-shot, in how many chunks, with how many bytes.
+"""How an exchange travels: which transport, one- or two-shot, in how many chunks, with how many bytes on which links.
 
 Every process computes the same answer, from values that all share. One-shot: every sink's process gets the rows that it
 needs and reduces them itself. Two-shot, for a sum that every process wants over all_to_all: process p reduces the p-th
-part of each chunk, then one all_gather shares the reduced parts.
+part of each chunk, then one all_gather shares the reduced parts. Carried: accumulators go from domain to domain
+(:mod:`shardsum.transports.carry_plan`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 
 from ..core.layout import ExchangePlan, length
+from ..core.numerics import accumulator_dtype
 from ..transports import TRANSPORTS
-from ..transports.costs import Costs
+from ..transports.base import all_gather_transfers
+from ..transports.carry_choice import choose
+from ..transports.carry_plan import KINDS, CarryPlan
+from ..transports.costs import Costs, Load
+from ..transports.domains import Domains
 from ..transports.peer.peers import Peers
 from .terms import Reduce
 
@@ -25,7 +31,14 @@ CHUNK_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Route:
-    """How one exchange travels. Bytes by process."""
+    """How one exchange travels.
+
+    Attributes:
+        egress, ingress: bytes that every process sends and receives.
+        load: the same by kind of link, where it is predicted.
+        microseconds: the predicted time, where there is one.
+        carry: what accumulators do, where they travel.
+    """
 
     transport: str
     two_shot: bool
@@ -33,6 +46,9 @@ class Route:
     egress: tuple[int, ...]
     ingress: tuple[int, ...]
     reason: str
+    load: Load | None = None
+    microseconds: float | None = None
+    carry: CarryPlan | None = None
 
     @property
     def busiest(self) -> int:
@@ -46,14 +62,17 @@ class Router:
     """Chooses routes.
 
     Args:
-        world_size: the number of processes.
+        domains: the domain of every process.
         transport: "auto" or the name of one.
         costs: constants of the "auto" choice by device type.
         peers: the peer transport, where processes can map each other's memory; "auto" takes it whenever it can.
     """
 
-    def __init__(self, world_size: int, transport: str, costs: Mapping[str, Costs], peers: Peers | None) -> None:
-        self.world_size, self.transport, self._costs = world_size, transport, costs
+    def __init__(
+        self, domains: Domains, transport: str, costs: Mapping[str, Costs], peers: Peers | None = None
+    ) -> None:
+        self.world_size, self.domains = len(domains.of), domains
+        self.transport, self._costs = transport, costs
         self._peers = peers if peers is not None and peers.reason is None else None
         self._no_peers = "" if peers is None or peers.reason is None else f"; no peer memory: {peers.reason}"
 
@@ -67,14 +86,31 @@ class Router:
             return LOCAL_ROUTE
         if self.takes_peers():
             return self._peer_route(plan, width, dtype, reduce)
-        candidates = {name: self._predict(name, plan, width, dtype, reduce) for name in ("gather", "all_to_all")}
+        names = ("gather", "all_to_all", "carry") if self.transport == "auto" else (self.transport,)
+        candidates = self.candidates(plan, width, dtype, reduce, device_type, names)
+        if not candidates:  # "carry" was asked for, and nothing is summed
+            candidates = self.candidates(plan, width, dtype, reduce, device_type, ("gather", "all_to_all"))
+            return replace(best_of(candidates), reason='transport="carry" was asked for, but what is moved has no sums')
         if self.transport != "auto":
             return candidates[self.transport]
+        times = ", ".join(f"{name} {route.microseconds:.0f} us" for name, route in candidates.items())
+        return replace(best_of(candidates), reason=f"predicted {times}{self._no_peers}")
+
+    def candidates(
+        self, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce, device_type: str,
+        names: tuple[str, ...],
+    ) -> dict[str, Route]:  # fmt: skip
+        """The routes of the named transports, with predicted times; without those that cannot be taken. "auto" leaves
+        "carry" out where no process hosts several sources and all are in one domain: it cannot be the faster one."""
         costs = self._costs.get(device_type) or self._costs["cuda"]
-        times = {name: _microseconds(costs, plan, route, width, dtype) for name, route in candidates.items()}
-        best = min(times, key=lambda name: (times[name], sum(candidates[name].egress)))
-        reason = ", ".join(f"{name} {t:.0f} us" for name, t in times.items())
-        return replace(candidates[best], reason=f"predicted {reason}{self._no_peers}")
+        worthwhile = self.domains.count > 1 or len(plan.sources) > self.world_size or len(names) == 1
+        routes = {}
+        for name in names:
+            if name != "carry":
+                routes[name] = self._rows(name, plan, width, dtype, reduce, device_type, costs)
+            elif reduce.op != "copy" and worthwhile:
+                routes[name] = self._carried(plan, width, dtype, reduce, device_type, costs)
+        return routes
 
     def _peer_route(self, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce) -> Route:
         assert self._peers is not None
@@ -82,30 +118,47 @@ class Router:
         two_shot, egress, ingress = self._peers.predict(plan, *sizes, reduce.op == "copy")
         return Route("peer", two_shot, 1, egress, ingress, "one launch over memory that the GPUs map from each other")
 
-    def _predict(self, name: str, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce) -> Route:
-        transport = TRANSPORTS[name]
+    def _carried(
+        self, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce, device_type: str, costs: Costs
+    ) -> Route:
+        itemsizes = (dtype.itemsize, accumulator_dtype(dtype).itemsize, reduce.dtype.itemsize)
+        sizes = dict(zip(KINDS, (width * size for size in itemsizes)))
+        lag = 1 if device_type == "cpu" else 2
+        found = choose(plan, self.domains, costs, sizes, lag, reduce.op == "mean")
+        reason = f'transport="carry" was asked for ({found.describe()})'
+        load = found.load
+        return Route(
+            "carry", False, found.plan.chunks, load.egress, load.ingress, reason, load, found.microseconds, found.plan
+        )
+
+    def _rows(
+        self, name: str, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce, device_type: str,
+        costs: Costs,
+    ) -> Route:  # fmt: skip
+        transport, ring = TRANSPORTS[name], device_type != "cpu"
         in_bytes, out_bytes = width * dtype.itemsize, width * reduce.dtype.itemsize
         everywhere = len(set(plan.sinks)) == 1 and plan.sink_owners == tuple(range(self.world_size))
-        replicated = reduce.op != "copy" and everywhere and length(plan.sinks[0]) > 0
+        two_shot = name == "all_to_all" and reduce.op != "copy" and everywhere and length(plan.sinks[0]) > 0
+        read = sum(length(i) for i in plan.sources) * in_bytes
+        if two_shot:
+            chunks = max(1, -(-length(plan.sinks[0]) * in_bytes // CHUNK_BYTES))
+            part = rows_per_chunk(plan, chunks) // self.world_size * chunks
+            rows = chain.from_iterable(transport.transfers(cut, ring) for cut in two_shot_chunks(plan, chunks))
+            shared = all_gather_transfers(self.world_size, part, ring)
+            scaled = chain(((a, b, n * in_bytes) for a, b, n in rows), ((a, b, n * out_bytes) for a, b, n in shared))
+            load = Load.of(scaled, self.domains.of)
+            time = costs.flat_us(2 * chunks, load, read // self.world_size)
+        else:
+            load = Load.of(((a, b, n * in_bytes) for a, b, n in transport.transfers(plan, ring)), self.domains.of)
+            chunks = 1 if name == "gather" else max(1, -(-max(*load.egress, *load.ingress) // CHUNK_BYTES))
+            time = costs.flat_us(chunks, load, read)
         reason = f'transport="{name}" was asked for'
-        if not (name == "all_to_all" and replicated):
-            egress = tuple(n * in_bytes for n in transport.egress(plan))
-            ingress = tuple(n * in_bytes for n in transport.ingress(plan))
-            chunks = 1 if name == "gather" else max(1, -(-max(*egress, *ingress) // CHUNK_BYTES))
-            return Route(name, False, chunks, egress, ingress, reason)
-        chunks = max(1, -(-length(plan.sinks[0]) * in_bytes // CHUNK_BYTES))
-        part = rows_per_chunk(plan, chunks) // self.world_size
-        cuts = two_shot_chunks(plan, chunks)
-        shared = part * chunks * (self.world_size - 1) * out_bytes
-        egress = tuple(sum(c.egress(p) for c in cuts) * in_bytes + shared for p in range(self.world_size))
-        ingress = tuple(sum(c.ingress(p) for c in cuts) * in_bytes + shared for p in range(self.world_size))
-        return Route(name, True, chunks, egress, ingress, reason)
+        return Route(name, two_shot, chunks, load.egress, load.ingress, reason, load, time)
 
 
-def _microseconds(costs: Costs, plan: ExchangePlan, route: Route, width: int, dtype: torch.dtype) -> float:
-    read = sum(length(i) for i in plan.sources) * width * dtype.itemsize
-    collectives = route.chunks * (2 if route.two_shot else 1)
-    return costs.microseconds(collectives, route.busiest, read // plan.world_size if route.two_shot else read)
+def best_of(candidates: Mapping[str, Route]) -> Route:
+    """The fastest, by prediction; of equally fast ones that with the fewest bytes."""
+    return min(candidates.values(), key=lambda route: (route.microseconds, sum(route.egress)))
 
 
 def two_shot_chunks(plan: ExchangePlan, chunks: int) -> list[ExchangePlan]:

@@ -106,7 +106,7 @@ class _Comparison:
         yield "one process, torch", self._reference
         status = native.status()
         yield "one process, native", self._local if status.backend == "native" else status.reason
-        several = ("gather", "all_to_all", "peer")
+        several = ("gather", "all_to_all", "carry", "peer")
         for transport in several if self.group.world_size > 1 else ("local",):
             try:
                 group = self._group(transport)

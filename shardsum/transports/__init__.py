@@ -2,11 +2,12 @@
 
 To add a transport, write such a module and name its class in :data:`TRANSPORTS`: the executor
 (:mod:`shardsum.group.executor`) sums or copies the rows it yields with the same kernel as all others. Peer memory
-(:mod:`.peer`) yields no rows, since it moves and sums in one launch, and stands apart.
+(:mod:`.peer`) and carried accumulators (:mod:`.carry`) yield no rows, since they sum while they move: they stand apart.
 
     local       views of the shards in place                                  one process
     gather      padded (R, S_MAX, *F) buffer by all_gather                    small, or nearly even shards
     all_to_all  exactly what each process wants, in uneven splits             large or ragged
+    carry       accumulators from domain to domain (:mod:`.carry`)            several hosts, or ranks a process
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ From process a to b travels, for each source r on a, the part of I_r inside the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,8 +48,5 @@ class AllToAll:
         sinks = [rows_of_sink(plan, q, [piece[1:] for piece in pieces]) for q in plan.hosted_sinks(rank)]
         return Pending(sinks, works, [receive, send])
 
-    def egress(self, plan: ExchangePlan) -> list[int]:
-        return [plan.egress(a) for a in range(plan.world_size)]
-
-    def ingress(self, plan: ExchangePlan) -> list[int]:
-        return [plan.ingress(a) for a in range(plan.world_size)]
+    def transfers(self, plan: ExchangePlan, ring: bool) -> Iterable[tuple[int, int, int]]:
+        return ((a, b, n) for a, row in enumerate(plan.positions) for b, n in enumerate(row) if a != b and n)

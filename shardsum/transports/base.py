@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,16 +42,24 @@ class Transport(Protocol):
 
     ``start`` is called by every process with the same plan and its own hosted source tensors (contiguous,
     ``(|I_r|, *F)``), in the same order of calls. It moves bytes and never reads a tensor's values on the host.
-    ``egress`` and ``ingress`` predict the positions that each process sends to and receives from others.
+    ``transfers`` predicts how many positions travel from which process to which: (sender, receiver, positions).
+    ``ring``: an all_gather passes them on around a ring (NCCL), else every process sends its own to all (gloo).
     """
 
     name: str
 
     def start(self, plan: ExchangePlan, shards: Sequence[Tensor], rank: int, wire: Wire | None) -> Pending: ...
 
-    def egress(self, plan: ExchangePlan) -> list[int]: ...
+    def transfers(self, plan: ExchangePlan, ring: bool) -> Iterable[tuple[int, int, int]]: ...
 
-    def ingress(self, plan: ExchangePlan) -> list[int]: ...
+
+def all_gather_transfers(world_size: int, positions: int, ring: bool) -> Iterator[tuple[int, int, int]]:
+    """What travels in an all_gather of so many positions of each process, as :meth:`Transport.transfers`."""
+    for a in range(world_size):
+        if ring:
+            yield a, (a + 1) % world_size, positions * (world_size - 1)
+        else:
+            yield from ((a, b, positions) for b in range(world_size) if b != a)
 
 
 def rows_of_sink(plan: ExchangePlan, sink: int, pieces: Iterable[tuple[int, Tensor]]) -> Rows:

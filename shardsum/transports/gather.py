@@ -6,12 +6,12 @@ k is the largest number of sources on a process and S the longest source, so eve
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from ..core.layout import ExchangePlan, length
-from .base import Pending, rows_of_sink
+from .base import Pending, all_gather_transfers, rows_of_sink
 from .wire import Wire
 
 
@@ -40,11 +40,9 @@ class Gather:
         sinks = [rows_of_sink(plan, q, pieces) for q in plan.hosted_sinks(rank)]
         return Pending(sinks, works, [everyone, mine])
 
-    def egress(self, plan: ExchangePlan) -> list[int]:
+    def transfers(self, plan: ExchangePlan, ring: bool) -> Iterable[tuple[int, int, int]]:
         slots, longest = _padded(plan)
-        return [slots * longest * (plan.world_size - 1)] * plan.world_size
-
-    ingress = egress
+        return all_gather_transfers(plan.world_size, slots * longest, ring)
 
 
 def _padded(plan: ExchangePlan) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -18,8 +18,5 @@ class Local:
         pieces = [(begin, shard) for (begin, _), shard in zip(plan.sources, shards)]
         return Pending([rows_of_sink(plan, q, pieces) for q in range(len(plan.sinks))])
 
-    def egress(self, plan: ExchangePlan) -> list[int]:
-        return [0]
-
-    def ingress(self, plan: ExchangePlan) -> list[int]:
-        return [0]
+    def transfers(self, plan: ExchangePlan, ring: bool) -> Iterable[tuple[int, int, int]]:
+        return ()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+from shardsum import ShardGroup
 from shardsum.tools import cli
 from shardsum.tools.bench import cases, collective_cases, local, plots, rows, timing
 from shardsum.tools.bench.cases import Case, lengths_of
@@ -205,6 +206,20 @@ def test_calibrate_writes_a_table_that_groups_read(tmp_path: Path, monkeypatch: 
     file = tmp_path / "costs.json"
     assert bench("--calibrate", str(file)) == 0
     assert costs.load(file)["cpu"].memory_gbps == json.loads(file.read_text())["cpu"]["memory_gbps"] > 0
+
+
+def calibrated(rank: int, world: int) -> costs.Costs:
+    from shardsum.tools.bench import calibrate
+
+    calibrate._ROW_BYTES["cpu"] = calibrate._WIRE_BYTES["cpu"] = 1 << 16
+    return calibrate.calibrate(ShardGroup(domains=["a", "a", "b"]), repeat=2)
+
+
+def test_both_kinds_of_links_are_calibrated() -> None:
+    found = run_processes(calibrated, 3)
+    assert found[0] == found[1] == found[2]
+    values = [found[0].between_latency_us, found[0].between_gbps, found[0].domain_gbps, found[0].wire_gbps]
+    assert all(value is not None and value > 0 for value in values)
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------

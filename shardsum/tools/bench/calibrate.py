@@ -17,18 +17,22 @@ from ...local.functional import ragged_sum
 from ...training.shard_group import ShardGroup
 from ...transports import Wire
 from ...transports.costs import Costs
+from ...transports.domains import Domains
 
 _WIRE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}  # of one process
 _ROW_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}  # of each of four rows
 
 
 def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
-    """Latency of a small all_gather, bandwidth of a large all_to_all, rate of a local sum. Collective.
+    """Latency of a small transfer, bandwidth of large ones, rate of a local sum. Collective.
+
+    Where there are several domains: inside them every process sends to the next one; between them member i of each
+    sends to member i of the next domain, first all at once, then the first ones alone.
 
     Returns:
         The same constants on every process: those of the slowest. With one process the wire's are 0 and 1e9.
     """
-    device = group.device
+    device, domains = group.device, group.domains
     rows = torch.ones((4, _ROW_BYTES[device.type] // 4), device=device)
     out = torch.empty_like(rows[0])
     seconds = _slowest(group, lambda: ragged_sum(rows, out=out), repeat)
@@ -37,11 +41,43 @@ def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
     if wire is None:
         return Costs(0.0, 1e9, _three_digits(memory))
     latency = _slowest(group, lambda: _small(wire, device), repeat)
-    each = _WIRE_BYTES[device.type] // wire.world_size
-    data = torch.zeros(each * wire.world_size, dtype=torch.uint8, device=device)
-    seconds = _slowest(group, lambda: _large(wire, data, each), repeat)
-    bandwidth = each * (wire.world_size - 1) / max(seconds - latency, 1e-9) / 1e9
-    return Costs(*map(_three_digits, (latency * 1e6, bandwidth, memory)))
+    if domains.count == 1:
+        each = _WIRE_BYTES[device.type] // wire.world_size
+        everyone = [each] * wire.world_size
+        seconds = _slowest(group, lambda: _move(wire, device, everyone, everyone), repeat)
+        bandwidth = each * (wire.world_size - 1) / max(seconds - latency, 1e-9) / 1e9
+        return Costs(*map(_three_digits, (latency * 1e6, bandwidth, memory)))
+
+    def gbps(partners: dict[int, int], size: int) -> float:
+        seconds = _slowest(group, lambda: _move(wire, device, *_splits(wire, partners, size)), repeat)
+        return size / max(seconds - latency, 1e-9) / 1e9
+
+    neighbours = {a: b for m in domains.members for a, b in zip(m, m[1:] + m[:1])}
+    across = _across(domains)
+    size = _WIRE_BYTES[device.type] // max(map(len, domains.members))
+    own, shared = gbps({a: across[a] for a, *_ in domains.members}, size), gbps(across, size)
+    inside_latency, inside = latency, own
+    if any(a != b for a, b in neighbours.items()):
+        inside_latency = _slowest(group, lambda: _move(wire, device, *_splits(wire, neighbours, 64)), repeat)
+        inside = gbps(neighbours, size)
+    constants = (inside_latency * 1e6, inside, memory, latency * 1e6, own, shared * max(map(len, domains.members)))
+    return Costs(*map(_three_digits, constants))
+
+
+def _across(domains: Domains) -> dict[int, int]:
+    """Member i of each domain sends to member i of the next one, where there is one."""
+    following = [*domains.members[1:], domains.members[0]]
+    return {a: b for m, n in zip(domains.members, following) for a, b in zip(m, n)}
+
+
+def _splits(wire: Wire, partners: dict[int, int], size: int) -> tuple[list[int], list[int]]:
+    """What this process receives and sends, by process, where every key of ``partners`` sends to its value."""
+    receives, sends = [0] * wire.world_size, [0] * wire.world_size
+    for a, b in partners.items():
+        if a != b:
+            sends[b] += size if a == wire.rank else 0
+            receives[a] += size if b == wire.rank else 0
+    return receives, sends
 
 
 def _three_digits(value: float) -> float:
@@ -55,9 +91,10 @@ def _small(wire: Wire, device: torch.device) -> None:
     wire.wait(wire.all_gather(everyone, mine), device)
 
 
-def _large(wire: Wire, data: torch.Tensor, each: int) -> None:
-    splits = [each] * wire.world_size
-    wire.wait(wire.all_to_all(torch.empty_like(data), data, splits, splits), data.device)
+def _move(wire: Wire, device: torch.device, receives: list[int], sends: list[int]) -> None:
+    data = torch.zeros(sum(sends), dtype=torch.uint8, device=device)
+    received = torch.empty(sum(receives), dtype=torch.uint8, device=device)
+    wire.wait(wire.all_to_all(received, data, receives, sends), device)
 
 
 def _slowest(group: ShardGroup, fn: Callable[[], object], repeat: int) -> float:

@@ -23,7 +23,7 @@ class GroupConfig:
     """R. The bits of a run depend on it; the number of processes (1 to R) changes nothing but time."""
     placement: Literal["contiguous", "zigzag"] = "contiguous"
     """Which process hosts which virtual rank. Zigzag balances causal attention; no bit depends on it."""
-    transport: Literal["auto", "local", "gather", "all_to_all", "peer"] = "auto"
+    transport: Literal["auto", "local", "gather", "all_to_all", "carry", "peer"] = "auto"
     """How rows move between processes. No bit depends on it."""
     timeout: float = 300.0
     """Seconds after which a silent process is an error."""
