@@ -78,7 +78,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, scale: float | None) 
     for shape, places in chunk.shapes:
         query, key, value = _batch(q, k, v, shape, places)
         if kernel == "cpu":
-            mask, causal = _additive_mask(shape, chunk.window, q)
+            mask, causal = _mask(shape, chunk.window, q)
             some, log = _aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, causal, attn_mask=mask, scale=scale
             )
@@ -115,7 +115,7 @@ def backward(
         query, key, value = _batch(q, k, v, shape, places)
         (cotangent,) = _pieces([row for row, _ in places], shape.queries, grad)
         if kernel == "cpu":
-            mask, causal = _additive_mask(shape, chunk.window, q)
+            mask, causal = _mask(shape, chunk.window, q)
             (some,) = _pieces([row for row, _ in places], shape.queries, out)
             log = torch.stack([lse[:, row : row + shape.queries] for row, _ in places])
             parts = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -228,13 +228,17 @@ def _batch(q: Tensor, k: Tensor, v: Tensor, shape: Shape, places: Sequence[tuple
     return queries + _pieces([key for _, key in places], shape.keys, k, v)
 
 
-def _visible(shape: Shape, window: Window, device: torch.device) -> Tensor:
-    """``(queries, keys)`` bool: which query sees which key."""
+def _additive(shape: Shape, window: Window, like: Tensor) -> Tensor:
+    """``(queries, keys)``: 0 where a query sees a key, else -inf."""
     n, m, ahead = shape
-    distance = torch.arange(m, device=device) - torch.arange(m - ahead - n, m - ahead, device=device)[:, None]
     left, right = window
-    seen = distance >= -left if left >= 0 else torch.ones_like(distance, dtype=torch.bool)
-    return seen & (distance <= right) if right >= 0 else seen
+    own = m - ahead - n  # the key at which the first query stands
+    masks = []
+    if right >= 0:
+        masks.append(like.new_full((n, m), -math.inf).triu_(own + right + 1))
+    if left >= 0:
+        masks.append(like.new_full((n, m), -math.inf).tril_(own - left - 1))
+    return masks[0] if len(masks) == 1 else masks[0].add_(masks[1])
 
 
 def _is_plain(shape: Shape, window: Window) -> bool | None:
@@ -247,18 +251,14 @@ def _is_plain(shape: Shape, window: Window) -> bool | None:
     return True if free[0] and right == 0 and n == m else None
 
 
-def _additive_mask(shape: Shape, window: Window, like: Tensor) -> tuple[Tensor | None, bool]:
-    """``(mask, causal)`` for SDPA's kernel on a CPU. The mask is not kept: backward makes it again."""
+def _mask(shape: Shape, window: Window, like: Tensor) -> tuple[Tensor | None, bool]:
+    """``(mask, causal)`` for SDPA's kernels. The mask is not kept: backward makes it again."""
     plain = _is_plain(shape, window)
-    if plain is not None:
-        return None, plain
-    hidden = _visible(shape, window, like.device).logical_not_()
-    return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf), False
+    return (_additive(shape, window, like), False) if plain is None else (None, plain)
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, shape: Shape, window: Window, scale: float) -> Tensor:
-    groups, plain = q.shape[1] // k.shape[1], _is_plain(shape, window)
-    mask = _visible(shape, window, q.device) if plain is None else None
+    groups, (mask, causal) = q.shape[1] // k.shape[1], _mask(shape, window, q)
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
     with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=bool(plain), scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)

@@ -118,8 +118,10 @@ def _backward(
     qs, keys, values, outs, lses = _parts(saved, 5)
     if local:
         keys, values = send(batch, keys, values, name)
-    hosted = zip(grads, qs, keys, values, outs, lses, batch.chunks)
-    found = [backward(g, q, k, v, out, lse, chunk, scale) for g, q, k, v, out, lse, chunk in hosted]
+    found = []
+    for i, chunk in enumerate(batch.chunks):
+        found.append(backward(grads[i], qs[i], keys[i], values[i], outs[i], lses[i], chunk, scale))
+        keys[i] = values[i] = None  # what was sent anew is done with
     dqs, dks, dvs = map(list, zip(*found))
     return [*dqs, *itertools.chain(*send(batch, dks, dvs, name, back=True))]
 
@@ -131,9 +133,10 @@ def _parts(xs: Sequence[Any], count: int) -> list[list[Any]]:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, batch: ContextBatch, scale: float | None, *tensors: Tensor) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, batch: ContextBatch, scale: float | None, name: str, *tensors: Tensor
+    ) -> Any:
         qs, ks, vs = _parts(tensors, 3)
-        name = "attention and its gradient" if any(ctx.needs_input_grad) else "attention"
         keys, values, outs, lses = _forward(batch, qs, ks, vs, scale, name)
         ctx.batch, ctx.scale, ctx.name = batch, scale, name
         kept = (ks, vs) if batch.recompute_exchange else (keys, values)
@@ -147,7 +150,7 @@ class _Attention(torch.autograd.Function):
         batch = ctx.batch
         cotangents = grads[: len(batch.chunks)]
         found = _backward(batch, cotangents, ctx.saved_tensors, ctx.scale, batch.recompute_exchange, ctx.name)
-        return None, None, *found
+        return None, None, None, *found
 
 
 def attend(
@@ -158,7 +161,8 @@ def attend(
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         results = _operator.overload(tensors, batch.key, scale)
     else:
-        results = _Attention.apply(batch, scale, *tensors)
+        follows = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        results = _Attention.apply(batch, scale, "attention and its gradient" if follows else "attention", *tensors)
     outs, lses = _parts(results, 2)
     return outs, lses
 
@@ -169,7 +173,10 @@ def attend(
 def _run(tensors: list[Tensor], key: Tensor, scale: float | None) -> list[Tensor]:
     batch = _batch_of(key)
     qs, ks, vs = _parts(tensors, 3)
-    batch.check(qs, ks, vs, scale)
+    try:
+        batch.check(qs, ks, vs, scale)
+    except ValueError as error:
+        raise batch.group.refuse("attention", error) from error
     _, _, outs, lses = _forward(batch, qs, ks, vs, scale)
     return [*outs, *lses]
 

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardsum import ShardGroup
 from shardsum.core import bits
+from shardsum.training import context_ops
 from shardsum.training.context_plan import Borders
 from tests.processes import run_processes
 from tests.training.test_attention import chunks, make
@@ -136,6 +137,31 @@ def test_bits_do_not_depend_on_what_is_kept(dtype: torch.dtype) -> None:
         torch.autograd.backward(cp.attention(q, k, v), [x.detach() for x in g])
         found.append([x.grad for xs in (q, k, v) for x in xs])
     assert all(map(bits.equal, *found))
+
+
+def test_keys_and_values_of_one_tensor_travel_without_a_copy() -> None:
+    both = torch.randn(5, 2, 3, 8)
+    packed = context_ops._packed(*both.unbind(1))
+    assert packed.data_ptr() == both.data_ptr() and torch.equal(packed, both)
+    k, v = torch.randn(5, 3, 8), torch.randn(5, 3, 8)
+    assert torch.equal(context_ops._packed(k, v), torch.stack([k, v], 1))
+    k, v = both[:, :, :2].unbind(1)  # rows with something between them
+    assert torch.equal(context_ops._packed(k, v), both[:, :, :2])
+
+
+def _gradient_on_one(rank: int, world_size: int) -> str:
+    cp = ShardGroup().context_parallel([3, 3])
+    q, k, v = (torch.zeros(3, 2, 8, requires_grad=rank == 0) for _ in range(3))
+    try:
+        cp.attention(q, k, v)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_gradient_on_one_process_only_is_an_error_on_all() -> None:
+    for message in run_processes(_gradient_on_one, 2, timeout=20):
+        assert "process 0" in message and "attention and its gradient" in message, message
 
 
 def test_a_batch_and_its_group_end_with_their_last_use() -> None:
