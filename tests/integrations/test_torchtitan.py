@@ -78,3 +78,36 @@ def test_a_lone_virtual_rank_gets_tensors_and_errors_are_named() -> None:
         inner(q, q, q, attention_masks=kwargs["attention_masks"], score_mod=max)
     with pytest.raises(ValueError, match="attention_masks: Inner got NoneType"):
         inner(q, q, q, attention_masks=None)
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def test_a_llama_of_torchtitan() -> None:
+    """Where torchtitan is installed: its smallest Llama 3 on chunks, against the documents one by one."""
+    llama3 = pytest.importorskip("torchtitan.models.llama3", reason="torchtitan is not installed")
+    pytest.importorskip("greenlet", reason="needs the extra models")
+    model = llama3.model_registry("debugmodel", attn_backend="varlen").model.build()
+    torch.manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.1)
+    model.init_states()
+    attentions = [block.attention.inner_attention for block in model.layers.values()]
+    for inner in attentions:
+        inner.forward = _causal
+    inputs, labels = IDS[:, :-1], IDS[:, 1:]
+    cuts = [(0, 0, 7), (0, 7, 12), (1, 0, 12)]
+    loss = sum(loss_sum(model(inputs[b : b + 1, i:j]), labels[b, i:j]) for b, i, j in cuts)
+    loss.backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    group = ShardGroup(4)
+    apply_cp_to_forward(attentions)
+    replicas = group.replicas(model)
+    chunks = prepare_context_parallel_input(inputs, labels, {"positions": POSITIONS}, group, [5, 0, 16, 3])
+    outs = group.lockstep([partial(m, x, **kwargs) for m, (x, _, kwargs) in zip(replicas, chunks)])
+    sum(loss_sum(y, labels) for y, (_, labels, _) in zip(outs, chunks)).backward()
+    group.reduce_gradients(replicas)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-5)
