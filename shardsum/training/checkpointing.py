@@ -56,17 +56,18 @@ class _Layers:
 
     def __init__(self, group: ShardGroup, functions: Sequence[Callable[..., Any]], counts: Sequence[int]) -> None:
         self._group, self._functions, self._counts = group, functions, counts
-        self._streams: dict[str, Tensor] | None = None
+        self._streams: dict[int, dict[str, Tensor]] | None = None
 
     def __call__(self, *flat: Any) -> list[Any]:
         rest = iter(flat)
         calls = [partial(f, *[next(rest) for _ in range(n)]) for f, n in zip(self._functions, self._counts)]
-        now = self._group.generators.state_dict()
+        generators = self._group.generators
+        now = generators.mark()
         if self._streams is None:
             self._streams = now
             return lockstep.run(self._group, calls)
         try:
-            self._group.generators.load_state_dict(self._streams)
+            generators.back_to(self._streams)
             return lockstep.run(self._group, calls)
         finally:
-            self._group.generators.load_state_dict(now)
+            generators.back_to(now)

@@ -76,6 +76,14 @@ class RankGenerators:
             self._set(outside)
             self._active.discard(v)
 
+    def mark(self) -> dict[int, dict[str, Tensor]]:
+        """Where the streams are now, for :meth:`back_to`. No operator runs, so no mode of torch sees it."""
+        return dict(self._states)
+
+    def back_to(self, mark: Mapping[int, dict[str, Tensor]]) -> None:
+        """Go on from where the streams were at a :meth:`mark`."""
+        self._states = dict(mark)  # states are replaced, never written to
+
     def state_dict(self) -> dict[str, Tensor]:
         """``{"<virtual rank>.<device type>": uint8 state}`` of the hosted virtual ranks, as copies.
 

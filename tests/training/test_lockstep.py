@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardsum import ShardGroup, bits, context_parallel_attention
+from shardsum.training import context_ops
+from shardsum.training.context import ContextBatch
 from tests.processes import run_processes
 
 pytest.importorskip("greenlet", reason="lockstep needs the package greenlet (extra: models)")
@@ -22,37 +26,43 @@ R = len(LENGTHS)
 class Model(nn.Module):
     """Attention by chunks of one virtual rank, dropout, a choice of checkpointing and autocast inside."""
 
-    def __init__(self, group: ShardGroup, checkpointing: bool, autocast: bool) -> None:
+    def __init__(self, group: ShardGroup, checkpointing: bool, autocast: bool, **options: Any) -> None:
         super().__init__()
-        self.group, self.checkpointing, self.autocast = group, checkpointing, autocast
+        self.group, self.checkpointing, self.autocast, self.options = group, checkpointing, autocast, options
         self.qkv = nn.ModuleList(nn.Linear(16, 48) for _ in range(3))
         self.out = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
         self.recomputed = 0
 
-    def block(self, i: int, x: torch.Tensor) -> torch.Tensor:
+    def block(self, i: int, x: torch.Tensor, batch: ContextBatch) -> torch.Tensor:
         self.recomputed += 1
         q, k, v = self.qkv[i](x).unflatten(-1, (3, 4, 4)).unbind(1)
-        y = context_parallel_attention(q, k, v, self.group, lengths=LENGTHS, cu_seqlens=BORDERS)
+        y = batch.attention(q, k, v)
         return x + torch.dropout(self.out[i](y.flatten(1).tanh()), 0.3, True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: ContextBatch) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             for i in range(3):
-                x = self.group.checkpoint(self.block, i, x) if self.checkpointing else self.block(i, x)
+                if self.checkpointing:
+                    x = self.group.checkpoint(self.block, i, x, batch, **self.options)
+                else:
+                    x = self.block(i, x, batch)
         return x.float().square().sum()
 
 
-def train(group: ShardGroup, checkpointing: bool, autocast: bool) -> tuple[torch.Tensor, list[int]]:
-    """The gradients of two micro-batches, and how often each replica ran its block."""
+def train(group: ShardGroup, checkpointing: bool, autocast: bool, **options: Any) -> tuple[torch.Tensor, list[int]]:
+    """The gradients of two micro-batches, and how often each replica ran its block. Backward runs in a thread of its
+    own, as it does for tensors on a GPU."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, x = Model(group, checkpointing, autocast), torch.randn(2, sum(LENGTHS), 16)
+    model, x = Model(group, checkpointing, autocast, **options), torch.randn(2, sum(LENGTHS), 16)
     group.generators.manual_seed(3)
     replicas = group.replicas(model)
+    batch = group.context_parallel(LENGTHS, BORDERS)
     for micro_batch in x:
         chunks = micro_batch.split(LENGTHS)
-        losses = group.lockstep([partial(r, chunks[v]) for v, r in zip(group.virtual_ranks, replicas)])
-        sum(losses).backward()
+        losses = group.lockstep([partial(r, chunks[v], batch) for v, r in zip(group.virtual_ranks, replicas)])
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(sum(losses).backward).result()
     group.reduce_gradients(replicas)
     return torch.cat([p.grad.flatten() for p in model.parameters()]), [r.recomputed for r in replicas]
 
@@ -76,6 +86,17 @@ def test_checkpointing_recomputes_every_rank_once() -> None:
     assert train(ShardGroup(R), True, False)[1] == [12] * R
 
 
+def test_a_policy_by_operator_name_saves_attention_from_being_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks: list[int] = []
+    once = context_ops.forward
+    monkeypatch.setattr(context_ops, "forward", lambda q, *args: (chunks.append(len(q)), once(q, *args))[1])
+    saved = [torch.ops.shardsum.context_attention.default]
+    options = {"context_fn": partial(create_selective_checkpoint_contexts, saved)}
+    kept, again = train(ShardGroup(R), True, False, **options), train(ShardGroup(R), True, False)
+    assert len(chunks) == 2 * 3 * R * (1 + 2) and kept[1] == again[1]
+    assert bits.equal(kept[0], again[0])
+
+
 def test_group_collectives_meet() -> None:
     group = ShardGroup(3)
     shards = [torch.arange(n, dtype=torch.float32).add(10 * n).requires_grad_() for n in (2, 0, 3)]
@@ -93,6 +114,14 @@ def test_group_collectives_meet() -> None:
             assert bits.equal(mine, expected)
     sum(y.sum() for y, *_ in found).backward()
     assert [x.grad.tolist() for x in shards] == [[2, 3], [], [2, 3, 2]]
+
+
+def test_the_one_call_form_meets_too() -> None:
+    group, x = ShardGroup(R), torch.randn(3, sum(LENGTHS), 2, 4)
+    shards = [[*part.split(LENGTHS)] for part in x]
+    attend = partial(context_parallel_attention, group=group, lengths=LENGTHS, cu_seqlens=BORDERS)
+    found = group.lockstep([partial(attend, *parts) for parts in zip(*shards)])
+    assert all(map(bits.equal, found, attend(*shards)))
 
 
 def meets(group: ShardGroup, wrong: str, v: int) -> Any:
@@ -171,6 +200,16 @@ def test_finally_clauses_of_waiting_functions_run() -> None:
     with pytest.raises(KeyError):
         group.lockstep([waits, partial(meets, group, "raises", 1)])
     assert ended == [True] and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+
+
+def test_modes_of_a_function_are_its_own() -> None:
+    group = ShardGroup(2)
+
+    def function(v: int) -> bool:
+        torch.set_grad_enabled(v == 0)  # for good
+        return torch.is_grad_enabled()
+
+    assert group.lockstep([partial(function, v) for v in (0, 1)]) == [True, False] and torch.is_grad_enabled()
 
 
 def _diverges_on_one(rank: int, world_size: int) -> str:

@@ -129,6 +129,20 @@ def test_replicas_follow_the_optimizer_and_load_state_dict() -> None:
                 assert torch.equal(p, model.get_parameter(name)), name
 
 
+def test_micro_batches_accumulate_to_the_mean_over_all_their_tokens() -> None:
+    """Counts [[3, 1], [0, 2]] of two micro-batches on two ranks: dw = 21 / 6; the mean of their means is 4."""
+    group, model = ShardGroup(2), nn.Linear(1, 1, bias=False)
+    hosted, tokens = group.replicas(model), [[[1.0, 2, 3], [4]], [[], [5, 6]]]
+    for micro_batch in tokens:
+        losses = [
+            replica(torch.tensor(x, dtype=torch.float32).view(-1, 1)).sum() / 6
+            for replica, x in zip(hosted, micro_batch)
+        ]
+        sum(losses).backward()
+    group.reduce_gradients(hosted)
+    assert model.weight.grad.item() == 3.5
+
+
 def test_tied_weights_stay_tied_and_buffers_are_copies() -> None:
     model = make_model()
     hosted = ShardGroup(3).replicas(model)
