@@ -13,8 +13,8 @@ eager out=, eager            torch.sum(x * m, 0, out=out), (x * m).sum(0)
 loop                         out.zero_(), then out[:length_r].add_(x[r, :length_r]) for every rank
 compile                      torch.compile of out.copy_((x * m).sum(0))
 
-Several: collectives of one bf16 shard a process, uneven lengths ("prepared": the launch alone of an all_reduce by peer
-memory), against NCCL (gloo) and torch's symmetric memory, which move the padded shard. On CUDA a call ends when its
+Several: collectives of one bf16 shard a process, uneven lengths, as calls of the group and as plans that are held,
+against NCCL (gloo) and torch's symmetric memory, which move the padded shard. On CUDA a call ends when its
 work is enqueued; calls come in bursts short enough for the queue. Microseconds of the slowest process, in turns,
 everything verified first.
 """
@@ -126,15 +126,23 @@ def collectives(group: ShardGroup, processes: Processes) -> Calls:
         "reduce_scatter": lambda: group.reduce_scatter(x, lengths, size=POSITIONS),
         "all_gather": lambda: group.all_gather(x, lengths),
     }
-    for name in ("all_reduce, out=", "all_reduce"):
-        for _ in range(3):  # the second is a call that has run before, the third the one that ran last
+    kinds: dict[str, Any] = dict(row_shape=(WIDTH,), dtype=torch.bfloat16)
+    whole = group.plan("all_reduce", lengths, size=POSITIONS, **kinds)
+    parts = group.plan("reduce_scatter", lengths, size=POSITIONS, **kinds)
+    joined = group.plan("all_gather", lengths, **kinds)
+    intervals = [(0, n) for n in lengths]
+    moved = group.plan("exchange", in_intervals=intervals, out_intervals=intervals[::-1], size=POSITIONS, **kinds)
+    calls |= {
+        "plan all_reduce, out=": lambda: whole(x, out=out),
+        "plan all_reduce": lambda: whole(x),
+        "plan reduce_scatter": lambda: parts(x),
+        "plan all_gather": lambda: joined(x),
+        "plan exchange": lambda: moved(x),
+    }
+    for name in ("all_reduce, out=", "all_reduce", "plan all_reduce, out=", "plan all_reduce"):
+        for _ in range(3):
             got = calls[name]().cpu()
             assert bits.equal(got, want), f"{name}: {bits.first_difference(got, want)}"
-    if group.engine.peers is not None:
-        plan = group.engine.plan(tuple((0, n) for n in lengths), ((0, POSITIONS),) * group.world_size, "vp")
-        _, launch = group.engine.peers.launcher(plan, [out], [x], "sum", None)
-        assert launch is not None and launch(out, x, None)
-        calls["prepared"] = lambda: launch(out, x, None)
     calls["dist.all_reduce"] = lambda: dist.all_reduce(work)
     try:
         symmetric = Symmetric(x.nbytes, device, processes)
