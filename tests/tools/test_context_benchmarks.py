@@ -13,6 +13,7 @@ import torch
 from tests.processes import run_processes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import context_balance
 import context_gradients
 import context_parallel
 from context_cases import Case, packed_borders, share_of_padded
@@ -55,6 +56,26 @@ def test_a_layer_in_every_way(tmp_path: Path) -> None:
     assert len(rows) == 16 and {row.way for row in rows} == {"shardsum", "one call", "user", "SDPA a document"}
     assert all(min(row.step.median, row.host, row.peak) > 0 for row in rows)
     assert (tmp_path / "rows.json").exists()
+
+
+def test_balance_of_every_arrangement() -> None:
+    words = [
+        "--processes",
+        "2",
+        "--mean",
+        "20",
+        "--heads",
+        "2",
+        "--key-heads",
+        "1",
+        "--head-dim",
+        "8",
+        "--samples",
+        "1",
+    ]
+    rows = context_balance.run(context_balance.arguments(words))
+    assert [row.chunks for row in rows[:2]] == ["equal, contiguous", "equal, zigzag"] and len(rows) == 4
+    assert rows[2].predicted < rows[0].predicted and min(row.slowest for row in rows) > 0
 
 
 def _train_step(rank: int, world_size: int) -> list[Any]:

@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardsum import ShardGroup
 from shardsum.core import bits
@@ -269,3 +271,19 @@ def test_compiled_blocks_take_other_batches_without_compiling() -> None:
         for found, expected in zip(gradients(block, compiled, lengths), gradients(block, block, lengths)):
             assert torch.allclose(found, expected, atol=1e-5)
     assert counter.frame_count <= 2
+
+
+def test_selective_checkpoints_save_the_exchange_of_the_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, calls, real = Block(), [], context_ops.exchange
+    block.cp = ShardGroup(5).context_parallel(LENGTHS, BORDERS, recompute_exchange=True)
+    monkeypatch.setattr(context_ops, "exchange", lambda *a, **k: calls.append(a) or real(*a, **k))
+    saved = [torch.ops.shardsum.context_attention.default]
+    policy = partial(create_selective_checkpoint_contexts, saved)
+    results = []
+    for options in ({}, {"context_fn": policy}):
+        calls.clear()
+        run = partial(checkpoint, block, use_reentrant=False, **options)
+        results.append((gradients(block, run, LENGTHS), len(calls)))
+    (plain, often), (selective, seldom) = results
+    assert (often, seldom) == (8, 6)  # K and V each: forward, recomputation, backward, gradients
+    assert all(map(bits.equal, plain, selective))
