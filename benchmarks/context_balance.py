@@ -2,10 +2,11 @@
 
     python benchmarks/context_balance.py --device cuda
 
-Documents of log-normal lengths (mean 1024, sigma 1.2), 16 a process; 32 query and 8 key heads of 128, bf16 (CPU: less).
-Equal chunks, contiguous and zigzag, against ShardGroup.balanced_lengths with a position_cost of 0, and with one for what
-kernels do for a query beside its pairs. Predicted: query-key pairs of the busiest process over the mean. Measured: forward and backward of its chunks, keys and values at hand, the slowest
-process over the mean of all; medians of samples taken in turns.
+Documents of log-normal lengths (mean 1024, sigma 1.2), 16 a process; 32 query and 8 key heads of 128, bf16. Equal
+chunks, contiguous and zigzag, against ShardGroup.balanced_lengths with a position_cost of 0, and with one for what
+kernels do for a query beside its pairs. Predicted: query-key pairs of the busiest process over the mean. Measured:
+forward and backward of its chunks, keys and values at hand, the slowest process over the mean of all; medians of
+samples taken in turns.
 """
 
 from __future__ import annotations
