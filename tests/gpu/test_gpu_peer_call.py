@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from shardsum.core import reference
 from shardsum.core.layout import ExchangePlan, length
 from shardsum.transports.peer import operators
 from shardsum.transports.peer.transport import PeerTransport
+from tests.peer.test_peer import RandomCalls
 from tests.processes import run_processes
 from tests.values import assert_same, random_values
 
@@ -141,3 +143,54 @@ def _refused(rank: int, world_size: int) -> str:
 def test_what_is_refused_changes_nothing_and_a_failure_is_final(gpus: None) -> None:
     for message in run_processes(_refused, 2, backend="cpu:gloo", timeout=120):
         assert "process 1 did not come within 3 s" in message
+
+
+def _other_call(rank: int, world_size: int, what: str) -> str:
+    """Process 1 is one call ahead, or passes another op: both hear of it, and nobody gets a sum."""
+    t = open_transport(rank, timeout=30)
+    size = 64
+    plan = ExchangePlan(((0, size),) * 2, (0, 1), ((0, size),) * 2, (0, 1), 2)
+    op = "mean" if what == "op" and rank == 1 else "sum"
+    state = torch.tensor([rank if what == "number" else 0])
+    bound = t.prepare(plan, WIDTH, torch.float32, torch.float32, op).bind([0, size], (WIDTH,), state)
+    x = torch.ones(size, WIDTH, device=t.device)
+    out = OPS.peer_call_new(x, bound)
+    torch.cuda.synchronize()
+    assert bool(out.isnan().all())
+    with pytest.raises(RuntimeError) as caught:
+        t.check()
+    t.close()
+    with pytest.raises(RuntimeError, match="create a new process group"):
+        open_transport(rank)
+    return str(caught.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["number", "op"])
+def test_processes_in_different_calls_get_an_error(gpus: None, what: str) -> None:
+    for message in run_processes(_other_call, 2, what, backend="cpu:gloo", timeout=120):
+        assert "out of step" in message and "in another call" in message
+
+
+def _shared(rank: int, world_size: int, calls: int) -> None:
+    """Groups of two and of five virtual ranks take turns on one workspace, which goes with the last of them."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    two, five = open_transport(rank), PeerTransport(dist.group.WORLD, (0, 1, 1, 0, 1), device, timeout=60)
+    assert two._workspace is five._workspace and two.workspace_bytes == five.workspace_bytes < 16 << 20
+    pick, tests = random.Random(7), [RandomCalls(two, 1), RandomCalls(five, 2)]
+    for _ in range(calls):
+        tests[pick.randrange(2)].run()
+    two.close()
+    for _ in range(5):
+        tests[1].run()
+    five.close()
+    again = open_transport(rank)
+    assert again._workspace is not two._workspace
+    RandomCalls(again, 3).run()
+    again.close()
+
+
+@pytest.mark.gpu
+def test_groups_share_a_workspace(gpus: None) -> None:
+    run_processes(_shared, 2, 60, backend="cpu:gloo", timeout=240)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from shardsum.core.layout import ExchangePlan
 from shardsum.native import loader as native
-from shardsum.transports.peer import operators, shapes
-from shardsum.transports.peer.shapes import MemoryLayout, Tuning
-from shardsum.transports.peer.transport import PeerTransport, PreparedCall
+from shardsum.transports.peer import layout, operators, shapes
+from shardsum.transports.peer.layout import MemoryLayout
+from shardsum.transports.peer.prepared import Addresses, PreparedCall, plan_words
+from shardsum.transports.peer.tuning import Tuning
 
 OPS = torch.ops.shardsum
 LENGTH, SIZE, ROW = 5, 6, (2, 4)
@@ -34,19 +35,15 @@ def library() -> None:
 
 def prepared(num_rows: int = 1) -> PreparedCall:
     """An all_reduce of two processes, ``num_rows`` rows each, as process 0 prepares it; without memory."""
-    nothing = SimpleNamespace(data_ptr=lambda: 0)
-    layout = MemoryLayout(2 * num_rows, 2, 128, num_rows, 1 << 20, 1 << 16, True, True)
-    owner = SimpleNamespace(
-        rank=0, world_size=2, layout=layout, tuning=Tuning(), timeout=1.0, device=torch.device("cpu"), _host=nothing,
-        _control=nothing, _failure=nothing, _memory=SimpleNamespace(addresses=[0, 0]),
-    )  # fmt: skip
+    layout, tuning = MemoryLayout.of(2 * num_rows, 2, 128, num_rows, 1 << 20, 1 << 16, True, True), Tuning()
+    owner = SimpleNamespace(device=torch.device("cpu"), check=lambda: None)
     owners = tuple(g for g in range(2) for _ in range(num_rows))
     plan = ExchangePlan(((0, LENGTH),) * len(owners), owners, ((0, SIZE),) * 2, (0, 1), 2)
     message = shapes.describe_message(plan, 8, 4, 2, False)
-    shape = shapes.choose_shape(message, layout, owner.tuning)
+    shape = shapes.choose_shape(message, layout, tuning)
     codes = operators.DTYPE_CODES[torch.float32], operators.DTYPE_CODES[torch.bfloat16]
-    words = PeerTransport._words(owner, plan, message, shape, codes, False, None)  # type: ignore[arg-type]
-    return PreparedCall(owner, message, shape, words, num_rows == 1, (torch.float32, torch.bfloat16))  # type: ignore[arg-type]
+    words = plan_words(plan, message, shape, layout, tuning, Addresses((0, 0), 0, 0, 0), 0, codes)
+    return PreparedCall(owner, message, shape, words, num_rows == 1, (torch.float32, torch.bfloat16))
 
 
 def tensors() -> tuple[Tensor, Tensor]:
@@ -157,7 +154,7 @@ def test_constants_are_those_of_the_library() -> None:
     constant = ctypes.CDLL(str(native.status().library)).shardsum_peer_constant
     constant.argtypes, constant.restype = [ctypes.c_char_p], ctypes.c_int64
     expected = {
-        "plan_version": operators.PLAN_VERSION, "max_ranks": shapes.MAX_RANKS, "max_hosted": shapes.MAX_HOSTED,
+        "plan_version": operators.PLAN_VERSION, "max_ranks": layout.MAX_RANKS, "max_hosted": layout.MAX_HOSTED,
         "max_row_dims": operators.MAX_ROW_DIMS, "state_failed": operators.FAILED, "state_wary": operators.WARY,
         "state_number": operators.NUMBER,
         **{str(dtype).removeprefix("torch."): code for dtype, code in operators.DTYPE_CODES.items()},

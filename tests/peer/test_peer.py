@@ -27,10 +27,22 @@ from shardsum.core.layout import ExchangePlan, intervals_of, length, owners_of, 
 from shardsum.core.numerics import accumulator_dtype
 from shardsum.transports.peer import shapes as peer_plan
 from shardsum.transports.peer import transport as peer
+from shardsum.transports.peer.layout import (
+    FLOAT_GROUP,
+    INT_GROUP,
+    MAX_RANKS,
+    STREAM_STRETCH,
+    MemoryLayout,
+    bounded_staging,
+    choose_regions,
+    default_staging,
+    round_up,
+)
 from shardsum.transports.peer.memory import available, unreachable
 from shardsum.transports.peer.peers import Peers
-from shardsum.transports.peer.shapes import MemoryLayout, Message
-from shardsum.transports.peer.transport import PeerTransport, Tuning
+from shardsum.transports.peer.shapes import Message
+from shardsum.transports.peer.transport import PeerTransport
+from shardsum.transports.peer.tuning import Tuning
 from tests.processes import run_processes
 from tests.values import assert_same, random_values
 
@@ -48,7 +60,7 @@ def layout_of(
     writes: bool = False,
     streams: bool = False,
 ) -> MemoryLayout:
-    return MemoryLayout(world_size * rows, world_size, blocks, rows, staging, push, writes, streams)
+    return MemoryLayout.of(world_size * rows, world_size, blocks, rows, staging, push, writes, streams)
 
 
 @st.composite
@@ -89,14 +101,14 @@ def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
     if shape.two_shot:  # a process's part of a chunk lies inside its slot, and the whole sum in its area
         assert tiles.tiles(shape.chunk) * (tiles.tile // parts) * m.in_bytes <= layout.part_bytes
         assert min(shape.chunk, total) * m.out_bytes <= layout.reduced_bytes
-        assert layout.num_ranks * layout.part_bytes <= layout.slots_bytes
+        assert layout.num_ranks * layout.part_bytes <= layout.regions.staging
     elif shape.push:  # its words lie inside its inbox
         small = shape.producers == 0
-        unit = (peer_plan.FLOAT_GROUP if m.floats else peer_plan.INT_GROUP) if small else peer_plan.STREAM_STRETCH
+        unit = (FLOAT_GROUP if m.floats else INT_GROUP) if small else STREAM_STRETCH
         units = -(-min(shape.chunk, max(1, total)) * m.in_bytes // unit)
         words = units * (unit if m.floats else 2048)
         if not small:  # from the stretch on in which what is needed begins
-            words = min(words, m.needed * m.width * m.in_bytes + peer_plan.STREAM_STRETCH + 16)
+            words = min(words, m.needed * m.width * m.in_bytes + STREAM_STRETCH + 16)
         assert words <= layout.inbox_row_bytes and m.in_bytes > 1
         assert shape.chunk >= total if small else m.floats and layout.streams
         assert tiles.tile * m.in_bytes == unit and tiles.blocks == min(units, tuning.blocks, layout.max_blocks)
@@ -126,7 +138,7 @@ def test_written_parts_lie_side_by_side_in_their_slot(case: tuple) -> None:
                 if lo < hi:
                     at = origin + t * (part - tile) * m.in_bytes
                     assert at % 16 == 0 and at + lo * m.in_bytes == free
-                    free, covered = at + peer_plan.round_up(hi * m.in_bytes, 16), covered + hi - lo
+                    free, covered = at + round_up(hi * m.in_bytes, 16), covered + hi - lo
             assert free <= layout.part_bytes
         assert covered == end - begin
 
@@ -147,28 +159,57 @@ def test_every_tile_has_one_block_and_one_piece() -> None:
 
 @pytest.mark.parametrize("world_size, rows, writes", [(2, 1, True), (3, 2, False), (8, 1, True), (16, 4, False)])
 def test_regions_of_the_symmetric_block_are_apart_and_aligned(world_size: int, rows: int, writes: bool) -> None:
-    at = layout_of(world_size, rows, writes=writes)
+    layout = layout_of(world_size, rows, writes=writes)
+    at = layout.regions
     began = at.abort_at + 8
     ends = [
-        0,
-        at.stages_at,
-        at.abort_at,
-        began,
-        began + 8 * world_size,
-        at.staging_at,
-        at.reduced_at,
-        at.inbox_at,
+        0, at.stages_at, at.abort_at, began, began + 8 * world_size, at.staging_at, at.reduced_at, at.inbox_at,
         at.total_bytes,
-    ]
+    ]  # fmt: skip
     assert ends == sorted(ends)
-    assert at.stages_at == 2 * at.max_blocks * at.num_ranks * 32
-    assert at.reduced_at - at.staging_at == 2 * at.slots_bytes
-    assert at.slots_bytes >= (world_size if writes else 1) * rows * at.row_bytes  # one-shot
-    assert at.slots_bytes >= world_size * rows * at.part_bytes and at.part_bytes % 256 == 0  # two-shot
-    assert all(n % 256 == 0 for n in (at.staging_at, at.slots_bytes, at.row_bytes, at.reduced_at, at.reduced_bytes))
-    assert at.inbox_at % 256 == 0 and at.inbox_row_bytes % 256 == 0 and at.inbox_row_bytes > 0
+    assert at.stages_at == 2 * at.max_blocks * MAX_RANKS * 32
+    assert at.abort_at - at.stages_at == 2 * at.max_blocks * world_size * 16
+    assert at.reduced_at - at.staging_at == 2 * at.staging and at.inbox_at - at.reduced_at == 2 * at.reduced
+    assert at.total_bytes - at.inbox_at == 2 * at.inboxes
+    assert at.staging >= (world_size if writes else 1) * rows * layout.row_bytes  # one-shot
+    assert at.staging >= world_size * rows * layout.part_bytes and layout.part_bytes % 256 == 0  # two-shot
+    assert layout.row_bytes * rows >= 1 << 20 and layout.part_bytes * world_size * rows >= 1 << 20
+    assert all(n % 256 == 0 for n in (at.staging_at, at.staging, layout.row_bytes, at.reduced_at, at.reduced))
+    assert at.inbox_at % 256 == 0 and layout.inbox_row_bytes % 256 == 0
     peers_rows = (world_size - 1) * rows  # those that are pushed to one process, in slots by rank or by place
-    assert at.total_bytes - at.inbox_at == 2 * at.inboxes_bytes and at.inbox_rows >= peers_rows
+    assert layout.inbox_rows >= peers_rows and layout.inbox_rows * layout.inbox_row_bytes <= at.inboxes
+    assert layout.push_limit == 1 << 16 and layout.inbox_row_bytes >= round_up(1 << 16, INT_GROUP) // INT_GROUP * 2048
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_groups_of_other_numbers_of_ranks_share_regions(world_size: int) -> None:
+    """Whoever came first: slots fit, and rows are nearly as long as in regions of their own."""
+    tuning, staging = Tuning(), default_staging(world_size)
+    for first in (1, 4):
+        regions = choose_regions(first * world_size, world_size, 132, first, tuning, staging)
+        for rows in (1, 2, 3, 8):
+            layout = MemoryLayout.in_regions(regions, rows * world_size, rows, tuning)
+            slots = layout.num_ranks if layout.writes else rows
+            assert slots * layout.row_bytes <= regions.staging
+            assert layout.num_ranks * layout.part_bytes <= regions.staging
+            assert layout.inbox_rows * layout.inbox_row_bytes <= regions.inboxes
+            assert layout.row_bytes > staging // rows - 256
+            assert layout.push_limit == tuning.push_limit(world_size) or world_size * rows > 12
+            if layout.streams:
+                assert layout.inbox_row_bytes > staging // rows - 256
+
+
+def test_a_bound_on_the_workspace_holds_and_is_used() -> None:
+    for world_size, rows in ((2, 1), (2, 8), (4, 1), (8, 4)):
+        group = (world_size * rows, world_size, 132, rows, Tuning())
+        for bound in (100 << 20, 300 << 20):
+            total = choose_regions(*group, bounded_staging(*group, bound)).total_bytes
+            assert 0.98 * bound < total <= bound
+        whole = choose_regions(*group, default_staging(world_size))
+        assert bounded_staging(*group, 1 << 40) == default_staging(world_size)
+        assert bounded_staging(*group, whole.total_bytes) == default_staging(world_size)
+        with pytest.raises(ValueError, match=r"workspace_bytes: 1000 bytes are too few.*it takes at least"):
+            bounded_staging(*group, 1000)
 
 
 def reduced(world_size: int, num_bytes: int, tuning: Tuning | None = None, rows: int = 1) -> bool:
@@ -432,7 +473,7 @@ def _random_calls(rank: int, world_size: int, num_ranks: int, placement: Any, ca
     tests = RandomCalls(t, num_ranks)
     for _ in range(calls):
         tests.run()
-    launches = int(t._control.cpu()[0])
+    launches = t._workspace.launches
     t.close()
     return launches
 

@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +21,11 @@ from shardsum.core.layout import ExchangePlan, intervals_of, split_evenly
 from shardsum.native.recipe import find_toolkit
 from shardsum.transports.peer import shapes as peer_plan
 from shardsum.transports.peer import transport as peer
+from shardsum.transports.peer.layout import MemoryLayout
 from shardsum.transports.peer.operators import DTYPE_CODES
-from shardsum.transports.peer.shapes import MemoryLayout, Message
-from shardsum.transports.peer.transport import PeerTransport, Tuning
+from shardsum.transports.peer.prepared import Addresses, plan_words
+from shardsum.transports.peer.shapes import Message
+from shardsum.transports.peer.tuning import Tuning
 
 TESTS = Path(__file__).parent
 CSRC = Path(peer.__file__).parents[3] / "csrc"
@@ -66,16 +67,6 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return binary
 
 
-def _plan_words(rank: int, layout: MemoryLayout, tuning: Tuning, *arguments: Any) -> list[int]:
-    """PeerTransport._words on process ``rank``, without a transport or a GPU."""
-    nothing = SimpleNamespace(data_ptr=lambda: 0)
-    owner = SimpleNamespace(
-        rank=rank, world_size=layout.world_size, layout=layout, tuning=tuning, timeout=1.0, _host=nothing,
-        _control=nothing, _failure=nothing, _memory=SimpleNamespace(addresses=[0] * layout.world_size),
-    )  # fmt: skip
-    return PeerTransport._words(owner, *arguments, None)  # type: ignore[arg-type]
-
-
 def _words(world_size: int, layout: MemoryLayout, tuning: Tuning, message: Message, call: Any) -> str:
     """One case for the program: every process's plan, then its tensors. Empty if its rows are not pushed."""
     plan, dtype, out_dtype, mean, bounds, on_device, pick = call
@@ -85,11 +76,11 @@ def _words(world_size: int, layout: MemoryLayout, tuning: Tuning, message: Messa
         return ""
     if not shape.push:
         return ""
-    codes = DTYPE_CODES[dtype], DTYPE_CODES[out_dtype]
+    codes, nowhere = (DTYPE_CODES[dtype], DTYPE_CODES[out_dtype]), Addresses((0,) * world_size, 0, 0, 0)
     words: list[int] = [world_size]
     for rank in range(world_size):
-        words += _plan_words(rank, layout, tuning, plan, message, shape, codes, mean)
-        words.append(layout.total_bytes)
+        words += plan_words(plan, message, shape, layout, tuning, nowhere, rank, codes, mean)
+        words.append(layout.regions.total_bytes)
     for rank in range(world_size):
         words.append(on_device)
         for r in plan.hosted_sources(rank):
@@ -155,7 +146,7 @@ def _case(pick: random.Random) -> str:
     )  # fmt: skip
     hosted = max(owners.count(g) for g in range(world_size))
     row = pick.choice([whole, needed, needed, needed - 4096, whole // 3, 8192])
-    layout = MemoryLayout(
+    layout = MemoryLayout.of(
         num_ranks, world_size, pick.choice([5, 132]), hosted, max(row, 0) * hosted, limit, True, streams
     )
     mean = dtype.is_floating_point and dtype == out_dtype == torch.float32 and pick.random() < 0.5
@@ -170,10 +161,10 @@ def test_every_word_is_sent_once_awaited_and_emptied(program: Path) -> None:
 
 
 def test_rows_that_have_no_slot_are_refused() -> None:
-    layout, tuning = MemoryLayout(2, 2, 128, 1, 1 << 20, 1 << 16, True, True), Tuning()
+    layout, tuning = MemoryLayout.of(2, 2, 128, 1, 1 << 20, 1 << 16, True, True), Tuning()
     for owners in ((0, 0), (0, 1, 1)):
         plan = ExchangePlan(((0, 8),) * len(owners), owners, ((0, 8),) * 2, (0, 1), 2)
         message = peer_plan.describe_message(plan, 1, 4, 4, False)
         shape = peer_plan.choose_shape(message, layout, tuning)
         with pytest.raises(ValueError, match="there is memory for 2, 1 on a process"):
-            _plan_words(0, layout, tuning, plan, message, shape, (2, 2), False)
+            plan_words(plan, message, shape, layout, tuning, Addresses((0, 0), 0, 0, 0), 0, (2, 2))

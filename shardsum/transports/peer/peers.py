@@ -13,11 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...core.layout import ExchangePlan, intervals_of, length
+from ...core.layout import ExchangePlan, intervals_of
 from ...local.ops import readable
-from . import shapes as peer_plan
-from .memory import Gather
-from .transport import PeerTransport, PreparedCall, Tuning, available
+from .layout import MAX_HOSTED, MAX_RANKS, MemoryLayout, choose_regions, default_staging
+from .memory import Gather, available
+from .prepared import PreparedCall
+from .traffic import predict
+from .transport import PeerTransport
+from .tuning import Tuning
 
 
 class Peers:
@@ -27,6 +30,7 @@ class Peers:
         owners: the process of every virtual rank.
         device: this process's GPU.
         timeout: seconds that a kernel waits for another process.
+        workspace_bytes: as in :class:`.PeerTransport`.
 
     Attributes:
         reason: why the transport cannot be used, or None; the same on all processes.
@@ -39,25 +43,48 @@ class Peers:
         owners: Sequence[int],
         device: torch.device,
         timeout: float,
+        workspace_bytes: int | None = None,
     ) -> None:
         self._arguments = (group, tuple(owners), device)
-        self._gather, self._timeout = gather, timeout
+        self._gather, self._timeout, self._most_bytes = gather, timeout, workspace_bytes
         self._transport: PeerTransport | None = None
-        self._hosted = max(owners.count(p) for p in range(dist.get_world_size(group)))
-        self.reason = self._too_many(len(owners)) or available(group, device, self._gather)
-
-    def _too_many(self, num_ranks: int) -> str | None:
-        if num_ranks > peer_plan.MAX_RANKS or self._hosted > peer_plan.MAX_HOSTED:
-            return f"at most {peer_plan.MAX_RANKS} virtual ranks, {peer_plan.MAX_HOSTED} on a process"
-        return None
+        self._tuning = Tuning()
+        world_size = dist.get_world_size(group)
+        hosted = max(owners.count(p) for p in range(world_size))
+        if len(owners) > MAX_RANKS or hosted > MAX_HOSTED:
+            self.reason: str | None = f"at most {MAX_RANKS} virtual ranks, {MAX_HOSTED} on a process"
+            return
+        self.reason = available(group, device, self._gather)
+        # As it will be, but for the number of blocks, on which no way depends.
+        regions = choose_regions(len(owners), world_size, 1, hosted, self._tuning, default_staging(world_size))
+        self._layout = MemoryLayout.in_regions(regions, len(owners), hosted, self._tuning)
 
     @property
     def transport(self) -> PeerTransport:
         """The transport, set up at first use. Collective then."""
         if self._transport is None:
             group, owners, device = self._arguments
-            self._transport = PeerTransport(group, owners, device, timeout=self._timeout, gather=self._gather)
+            self._transport = PeerTransport(
+                group,
+                owners,
+                device,
+                timeout=self._timeout,
+                workspace_bytes=self._most_bytes,
+                tuning=self._tuning,
+                gather=self._gather,
+            )
         return self._transport
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the workspace takes on this process; 0 before its set-up."""
+        return 0 if self._transport is None else self._transport.workspace_bytes
+
+    def close(self) -> None:
+        """Give the workspace back, if it was set up: :meth:`.PeerTransport.close`. Collective."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
     def check(self) -> None:
         """Raise RuntimeError when a kernel waited in vain."""
@@ -109,33 +136,9 @@ class Peers:
         return out
 
     def predict(
-        self, plan: ExchangePlan, width: int, in_bytes: int, out_bytes: int, move: bool
+        self, plan: ExchangePlan, width: int, in_bytes: int, out_bytes: int, move: bool, floats: bool = True
     ) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
-        """``(two_shot, egress, ingress)``: bytes of rows and results from each process to others, and from them to it.
-
-        What is read is what its reader wants. What is pushed or written is the hull of what others want of a row, and
-        goes to all of them."""
-        owners = self._arguments[1]
-        message = peer_plan.describe_message(plan, width, in_bytes, out_bytes, move)
-        tuning = Tuning()
-        limit = tuning.push_limit(plan.world_size)
-        layout = peer_plan.MemoryLayout(len(owners), plan.world_size, 1, self._hosted, 1 << 20, limit)
-        processes = range(plan.world_size)
-        if not peer_plan.takes_two_shot(message, layout, tuning):
-            unread = max(tuning.stream_processes, tuning.write_processes)
-            if peer_plan.is_pushed(message, layout) or plan.world_size <= unread:
-                return False, *self._sent_to_all(plan, width * in_bytes)
-            egress = tuple(plan.egress(p) * width * in_bytes for p in processes)
-            return False, egress, tuple(plan.ingress(p) * width * in_bytes for p in processes)
-        others, part = plan.world_size - 1, length(plan.sinks[0]) / plan.world_size
-        held = [sum(length(plan.sources[r]) for r in plan.hosted_sources(p)) for p in processes]
-        shared = part * others * width * out_bytes
-        read = [(sum(held) - h) / plan.world_size * width * in_bytes for h in held]
-        given = [h * others / plan.world_size * width * in_bytes for h in held]
-        return True, tuple(int(g + shared) for g in given), tuple(int(r + shared) for r in read)
-
-    def _sent_to_all(self, plan: ExchangePlan, position_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes from each process, and to it, where the needed part of every row goes to all others."""
-        parts = [length(peer_plan.needed(plan, r, held)) * position_bytes for r, held in enumerate(plan.sources)]
-        sent = [sum(parts[r] for r in plan.hosted_sources(p)) for p in range(plan.world_size)]
-        return tuple(n * (plan.world_size - 1) for n in sent), tuple(sum(sent) - n for n in sent)
+        """``(two_shot, egress, ingress)``: by process, bytes of rows and results to others, and from them."""
+        layout = self._layout if self._transport is None else self._transport.layout
+        found = predict(plan, layout, self._tuning, width, in_bytes, out_bytes, move, floats)
+        return found.way == "two-shot", found.egress, found.ingress

@@ -1,4 +1,4 @@
-"""The arithmetic of the peer transport: memory layout, tile map, chunks, one- or two-shot. No tensors, no GPU.
+"""How a message travels and is launched: the way, the tile map, chunks. No tensors, no GPU.
 
 Everything here is computed by every process from values that all share, so that all launch the same grid over the same
 tiles. Counts are elements unless a name says bytes; an "element" of a movement is a byte.
@@ -6,152 +6,17 @@ tiles. Counts are elements unless a name says bytes; an "element" of a movement 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 from ...core.layout import ExchangePlan, Interval, intersect, length
+from .layout import FLOAT_GROUP, INT_GROUP, STREAM_STRETCH, MemoryLayout, round_up
+from .tuning import Tuning
 
-MAX_RANKS = 64  # kPeerMaxRanks
-MAX_HOSTED = 32  # kPeerMaxHosted
 _WARP = 32
-_STREAM_WARPS = 8  # of a block that streams, whatever ``threads``
-_ROW_FLAG_BYTES, _STAGE_FLAG_BYTES = 32, 16  # sizeof(RowFlag), sizeof(StageFlag)
-_TILE_ROOM = 1 << 16
-FLOAT_GROUP, INT_GROUP = 1024, 1536  # bytes of a row that one warp pushes at a time: two and three vectors a lane
-STREAM_STRETCH = 4096  # of a large one: eight
-
-
-def round_up(n: int, to: int) -> int:
-    return -(-n // to) * to
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Launch shapes and switch points, measured on H200; every process must use the same. docs/peer.md says how.
-
-    Attributes:
-        threads: of a block, a multiple of 32 from 96 to 256; those that push always have 256.
-        blocks: the most of a launch. Also limited by the smallest GPU's multiprocessors: half of what can be resident.
-        producer_warps: warps of a block that copy in later pieces, or write or stream rows, while the others sum.
-        small_bytes: rows that are read are copied and signalled as one piece up to this size.
-        columns, stretches: vectors a lane, and stretches a tile, of larger ones; a tile is a piece.
-        two_shot_bytes: how many bytes a two-shot must save on the busiest link to pay for its second round of signals.
-        push_bytes: rows of a sum up to this size are pushed to the peers, word by word, before they are summed.
-        stream_processes: in groups up to this size larger rows of floats are pushed while they are summed.
-        write_processes: in groups up to this size other rows are written, piece by piece, also where they travel once.
-        write_pieces, write_stretches: a block's part of a written row has so many pieces, but none has more stretches.
-        one_producer_bytes: up to this size one warp of a block writes or streams rows, above it producer_warps.
-
-    Both tables are by the number of processes; key 0 holds for every other number.
-    """
-
-    threads: int = 256
-    blocks: int = 128
-    producer_warps: int = 2
-    small_bytes: int = 2 << 20
-    columns: int = 8
-    stretches: int = 16
-    two_shot_bytes: Mapping[int, int] = field(default_factory=lambda: {2: 350_000, 0: 500_000})
-    push_bytes: Mapping[int, int] = field(default_factory=lambda: {2: 3 << 18, 3: 1 << 20, 4: 1 << 19, 0: 1 << 17})
-    stream_processes: int = 2
-    write_processes: int = 2
-    write_pieces: int = 4
-    write_stretches: int = 4
-    one_producer_bytes: int = 12 << 20
-
-    def __post_init__(self) -> None:
-        if self.threads % _WARP or not 96 <= self.threads <= 256:
-            raise ValueError(f"threads: {self.threads} is not a multiple of 32 from 96 to 256")
-        if 0 not in self.two_shot_bytes or 0 not in self.push_bytes or not 1 <= self.blocks <= 255:
-            raise ValueError("two_shot_bytes and push_bytes need the key 0, and blocks lie in 1..255")
-        others = 3 if self.write_processes > 1 else 1
-        if not 1 <= self.producer_warps <= self.threads // _WARP - others:
-            raise ValueError(f"producer_warps: {self.producer_warps} of {self.threads // _WARP} leave too few readers")
-        if self.stream_processes > 1 and self.producer_warps > _STREAM_WARPS - 2:  # one sums, one sees to the launch
-            raise ValueError(f"producer_warps: {self.producer_warps} of {_STREAM_WARPS} leave none that sums")
-
-    def push_limit(self, world_size: int) -> int:
-        return self.push_bytes.get(world_size, self.push_bytes[0])
-
-    def pays_two_shot(self, world_size: int, saved_bytes: int) -> bool:
-        return saved_bytes > self.two_shot_bytes.get(world_size, self.two_shot_bytes[0])
-
-
-@dataclass(frozen=True)
-class MemoryLayout:
-    """Offsets in the symmetric block of every process (csrc/peer/call.h).
-
-    ``staging_bytes`` is for the rows of one process."""
-
-    num_ranks: int
-    world_size: int
-    max_blocks: int
-    rows_per_process: int
-    staging_bytes: int
-    push_limit: int = 0
-    writes: bool = False
-    streams: bool = False
-
-    @property
-    def row_bytes(self) -> int:
-        """A row's slot: its share, and room for whole vectors at both ends."""
-        return round_up(self.staging_bytes // self.rows_per_process, 256) + 256
-
-    @property
-    def part_bytes(self) -> int:
-        """Two-shot: the slot of one process's part of a row, and room for a tile more."""
-        return round_up(self.row_bytes // self.world_size, 256) + _TILE_ROOM
-
-    @property
-    def slots_bytes(self) -> int:
-        """A slot for each row that a process hosts; where peers write theirs here, for every row."""
-        rows = self.num_ranks if self.writes else self.rows_per_process
-        return max(self.row_bytes * rows, self.part_bytes * self.num_ranks)
-
-    @property
-    def reduced_bytes(self) -> int:
-        """Two-shot: a result as large as the largest row, and room for a tile of wider elements."""
-        return self.row_bytes + (1 << 20)
-
-    @property
-    def stages_at(self) -> int:
-        return 2 * self.max_blocks * self.num_ranks * _ROW_FLAG_BYTES
-
-    @property
-    def abort_at(self) -> int:
-        return self.stages_at + 2 * self.max_blocks * self.world_size * _STAGE_FLAG_BYTES
-
-    @property
-    def staging_at(self) -> int:
-        return round_up(self.abort_at + 8 * (1 + self.world_size), 256)
-
-    @property
-    def reduced_at(self) -> int:
-        return self.staging_at + 2 * self.slots_bytes
-
-    @property
-    def inbox_at(self) -> int:
-        return self.reduced_at + 2 * self.reduced_bytes
-
-    @property
-    def inbox_row_bytes(self) -> int:
-        """Small rows, where every 12 bytes of integers take a word of 16 in whole groups of 32 lanes; or a large one's
-        share of the staging, from a whole stretch on."""
-        small = round_up(self.push_limit, INT_GROUP) // INT_GROUP * 2048
-        return max(small, round_up(self.row_bytes + STREAM_STRETCH, STREAM_STRETCH) if self.streams else 0)
-
-    @property
-    def inbox_rows(self) -> int:
-        """Of two processes, each gets only the other's rows."""
-        return self.rows_per_process if self.world_size == 2 else self.num_ranks
-
-    @property
-    def inboxes_bytes(self) -> int:
-        return self.inbox_rows * self.inbox_row_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        return self.inbox_at + 2 * self.inboxes_bytes
+#: How rows cross the links: pushed, then summed; pushed while they are summed; written in two rounds; written to their
+#: readers; read by them.
+Way = Literal["push", "stream", "two-shot", "write", "read"]
 
 
 @dataclass(frozen=True)
@@ -260,20 +125,30 @@ def needed(plan: ExchangePlan, source: int, interval: Interval) -> Interval:
     return (min(b for b, _ in parts), max(e for _, e in parts)) if parts else (0, 0)
 
 
-def choose_shape(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: bool | None = None) -> Shape:
-    """How to launch ``m``; ``two_shot`` forces one or two rounds for a replicated sum that is not pushed."""
+def choose_way(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: bool | None = None) -> Way:
+    """How the rows of ``m`` cross the links; ``two_shot`` forces one or two rounds for a replicated sum."""
     if two_shot and (m.move or not m.replicated):
         raise ValueError("two_shot: only for a sum that every process gets")
-    if two_shot is None and is_pushed(m, layout):
-        return Shape(
-            choose_push_tiles(m, total_of(m), layout.max_blocks, tuning), total_of(m), False, True, producers=0
-        )
     if two_shot is None:
+        if is_pushed(m, layout):
+            return "push"
         two_shot = takes_two_shot(m, layout, tuning)
-    if layout.streams and m.floats and not two_shot:
+    if two_shot:
+        return "two-shot"
+    if layout.streams and m.floats:
+        return "stream"
+    return "write" if layout.writes else "read"
+
+
+def choose_shape(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: bool | None = None) -> Shape:
+    """How to launch ``m``; ``two_shot`` as in :func:`choose_way`."""
+    way, total = choose_way(m, layout, tuning, two_shot), total_of(m)
+    if way == "push":
+        return Shape(choose_push_tiles(m, total, layout.max_blocks, tuning), total, False, True, producers=0)
+    if way == "stream":
         return choose_stream(m, layout, tuning)
-    write, parts = layout.writes or two_shot, layout.world_size if two_shot else 1
-    total, fits = total_of(m), (layout.row_bytes - 32) // m.in_bytes
+    two_shot, write = way == "two-shot", way != "read"
+    parts, fits = layout.world_size if two_shot else 1, (layout.row_bytes - 32) // m.in_bytes
     tiles = choose_tiles(m, total, parts, layout.max_blocks, tuning, write)
     producers = 1 if two_shot else choose_producers(m, tuning) if write else tuning.producer_warps
     if two_shot:

@@ -1,0 +1,50 @@
+"""How many bytes an exchange over peer memory moves, and which way: the prediction that ``explain`` shows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...core.layout import ExchangePlan, length
+from .layout import MemoryLayout
+from .shapes import Way, choose_way, describe_message, needed
+from .tuning import Tuning
+
+
+class Traffic(NamedTuple):
+    """The way, and by process the bytes of rows and results from it to others, and from them to it."""
+
+    way: Way
+    egress: tuple[int, ...]
+    ingress: tuple[int, ...]
+
+
+def predict(
+    plan: ExchangePlan,
+    layout: MemoryLayout,
+    tuning: Tuning,
+    width: int,
+    in_bytes: int,
+    out_bytes: int,
+    move: bool,
+    floats: bool = True,
+) -> Traffic:
+    """What is read is what its reader wants. What is pushed or written is the hull of what others want of a row, and
+    goes to all of them."""
+    way = choose_way(describe_message(plan, width, in_bytes, out_bytes, move, floats), layout, tuning)
+    if way == "two-shot":
+        return _two_shot(plan, width * in_bytes, width * out_bytes)
+    if way == "read":
+        sent = tuple(plan.egress(p) * width * in_bytes for p in range(plan.world_size))
+        return Traffic(way, sent, tuple(plan.ingress(p) * width * in_bytes for p in range(plan.world_size)))
+    parts = [length(needed(plan, r, held)) * width * in_bytes for r, held in enumerate(plan.sources)]
+    given = [sum(parts[r] for r in plan.hosted_sources(p)) for p in range(plan.world_size)]
+    return Traffic(way, tuple(n * (plan.world_size - 1) for n in given), tuple(sum(given) - n for n in given))
+
+
+def _two_shot(plan: ExchangePlan, row_bytes: int, result_bytes: int) -> Traffic:
+    """``row_bytes``, ``result_bytes``: of one position."""
+    world_size = plan.world_size
+    shared = length(plan.sinks[0]) / world_size * (world_size - 1) * result_bytes
+    held = [sum(length(plan.sources[r]) for r in plan.hosted_sources(p)) * row_bytes for p in range(world_size)]
+    egress = tuple(int(h * (world_size - 1) / world_size + shared) for h in held)
+    return Traffic("two-shot", egress, tuple(int((sum(held) - h) / world_size + shared) for h in held))

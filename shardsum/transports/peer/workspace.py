@@ -1,0 +1,136 @@
+"""The peer memory of a process group: one, whoever uses it.
+
+A workspace is the symmetric block of every process, the launch counter that goes with it, and what orders its calls on
+the host. All groups over the same processes share it. That is sound because nothing in it belongs to a group:
+
+- One epoch counts all launches, whosever they are, and the groups of a process group make their calls in one order on
+  all processes. So what docs/peer.md says of "one call ahead, never two" holds for the sequence of all calls.
+- Flags have fixed places, with room for as many virtual ranks as there may be, and carry the epoch.
+- Slots of staging and of results may be cut anew by every launch: nobody reads what an older launch left there.
+- Inboxes are empty between launches, however a launch cuts them into slots.
+- Calls follow each other on the GPU, across streams and groups: :class:`PeerHost`'s events are the workspace's.
+
+A wait that ended without its peer fails the workspace, hence all groups on it. Its memory is kept as long as the
+process lives, as a peer may still write there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+
+from .layout import Regions
+from .memory import Gather, SymmetricMemory
+from .prepared import Addresses
+
+_DIFFERS = 2  # FailureKind in csrc/peer/call.h
+
+#: By process group and device; an entry goes with its process group, or when its last user releases it.
+_workspaces: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Workspace]] = WeakKeyDictionary()
+#: Those that failed.
+_kept: list[Workspace] = []
+
+
+class Workspace:
+    """Make one by :meth:`acquire`.
+
+    Attributes:
+        regions: what it is made of; the first group that uses it decides.
+        addresses: for the words of plans.
+        users: how many have acquired it and not released it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, regions: Regions, gather: Gather) -> None:
+        self.regions, self.users = regions, 0
+        self._rank, self._group, self._device = dist.get_rank(group), ref(group), device
+        self._memory = SymmetricMemory(regions.total_bytes, group, device, gather)
+        self._memory.local[regions.inbox_at :].fill_(255)  # empty words: csrc/peer/words.cuh
+        self._control = torch.zeros(4, dtype=torch.int32, device=device)
+        self._failure = torch.zeros(9, dtype=torch.int64, device="cpu").pin_memory()
+        self._events = [torch.cuda.Event(), torch.cuda.Event()]
+        for event in self._events:
+            event.record(torch.cuda.current_stream(device))  # the handle exists from the first record on
+        handles = [event.cuda_event for event in self._events]
+        self._host = torch.tensor([*handles, -1, 0, 0, 0], device="cpu")  # PeerHost
+        torch.cuda.synchronize(device)
+        self.addresses = Addresses(
+            tuple(self._memory.addresses), *(x.data_ptr() for x in (self._host, self._control, self._failure))
+        )
+        gather(None)  # nobody writes before all inboxes are empty
+
+    @staticmethod
+    def acquire(
+        group: dist.ProcessGroup, device: torch.device, choose: Callable[[], Regions], gather: Gather
+    ) -> Workspace:
+        """The workspace of these processes; made, of the regions that ``choose()`` says, if there is none. Collective.
+
+        Raises:
+            RuntimeError: it has failed; or memory cannot be mapped.
+        """
+        found = _workspaces.setdefault(group, {}).get(device)
+        states = gather("none" if found is None else "failed" if found.has_failed else "good")
+        if "failed" in states:
+            raise RuntimeError(
+                f"the peer memory of these processes has failed (process {states.index('failed')} says so): create a "
+                "new process group"
+            )
+        if len(set(states)) > 1:
+            raise RuntimeError(f"peer memory: processes are out of step: {states} of it, by process")
+        if found is None:
+            found = _workspaces[group][device] = Workspace(group, device, choose(), gather)
+        found.users += 1
+        return found
+
+    def release(self, gather: Gather) -> None:
+        """Give it back; the last user frees it, once all processes have come here. Collective."""
+        self.users -= 1
+        torch.cuda.synchronize(self._device)
+        if self.users > 0 or self._keep_failed():
+            return
+        gather(None)
+        if (group := self._group()) is not None:
+            _workspaces[group].pop(self._device, None)
+        del self._memory
+
+    @property
+    def has_failed(self) -> bool:
+        return int(self._failure[0]) != 0
+
+    @property
+    def launches(self) -> int:
+        """How many there have been, modulo 2**32. Synchronises."""
+        return int(self._control.cpu()[0]) & 0xFFFFFFFF
+
+    def _keep_failed(self) -> bool:
+        if self.has_failed and self not in _kept:
+            _kept.append(self)
+        return self.has_failed
+
+    def check(self, timeout: float) -> None:
+        """Raise RuntimeError when it has failed; the message names process, block and launch. ``timeout``: seconds
+        that a call waits."""
+        if not self._keep_failed():
+            return
+        kind, process, block, epoch, reporter, *calls = self._failure.tolist()
+        mine = reporter == self._rank
+        found = "this process" if mine else f"process {reporter}"
+        where = f"in block {block} of launch {epoch}"
+        after = "Results of that launch and later ones are invalid (NaN); create a new process group"
+        if kind == _DIFFERS:
+            raise RuntimeError(
+                f"peer transport: processes are out of step: {found} found process {process} in another call {where}"
+                f"{_different(*calls) if mine else ''}. {after}"
+            )
+        raise RuntimeError(
+            f"peer transport: process {process} did not come within {timeout:g} s: {found} waited for it {where}. "
+            f"{after}"
+        )
+
+
+def _different(number: int, signature: int, their_number: int, their_signature: int) -> str:
+    if number == their_number:
+        return f" (call {number} of the group has other arguments there)"
+    return f" (call {number} of the group here, call {their_number} there)"
