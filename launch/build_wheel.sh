@@ -16,7 +16,7 @@ trap 'rm -rf "$work"' EXIT
 # setuptools would take up lists of files and copies that earlier builds left behind: build from a clean copy.
 git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t "$work"
 cd "$work"
-"$PYTHON" -m build --sdist --outdir "$work/out" . >/dev/null
+"$PYTHON" -m build --sdist --outdir "$work/out" . >/dev/null 2>&1
 mkdir tree && tar -xzf out/shardsum-*.tar.gz -C tree --strip-components=1 && cd tree
 
 PYTHONPATH=$PWD "$PYTHON" - "$ARCHS" <<'PY'
@@ -25,8 +25,7 @@ from pathlib import Path
 from shardsum.native import builder
 builder.build(Path("shardsum/_native.so"), archs=tuple(filter(None, sys.argv[1].split(","))))
 PY
-# No module of Python's: the library is loaded by torch, so any Python 3 does.
-"$PYTHON" -m build --wheel --no-isolation --outdir "$work/linux" -C--build-option=--plat-name=linux_x86_64 . >/dev/null
+"$PYTHON" -m build --wheel --no-isolation --outdir "$work/linux" . >/dev/null
 # auditwheel checks which glibc and libstdc++ it needs and names the wheel after it. libtorch is the user's own.
 mkdir -p "$dist"
 "$PYTHON" -m auditwheel repair --plat auto --exclude 'libtorch*.so' --exclude 'libc10*.so' \

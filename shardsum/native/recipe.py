@@ -121,6 +121,9 @@ class Recipe:
     toolkit: Toolkit | None
     nvcc_version: str
     archs: tuple[str, ...]
+    #: Virtual architectures that nvcc translates the sources for; machine code for each of ``archs`` is made from the
+    #: newest of them that it runs. Default: each is translated for itself, which may give better code.
+    front_ends: tuple[str, ...] = ()
 
     def key(self) -> str:
         """The name of the result in the cache."""
@@ -146,7 +149,13 @@ class Recipe:
         ]
         if self.archs:
             assert self.toolkit is not None
-            nvcc = [str(self.toolkit.nvcc), "-ccbin", self.compiler, *_NVCC_FLAGS, *_gencode(self.archs)]
+            nvcc = [
+                str(self.toolkit.nvcc),
+                "-ccbin",
+                self.compiler,
+                *_NVCC_FLAGS,
+                *_gencode(self.archs, self.front_ends or self.archs),
+            ]
             jobs += [(f"{s.stem}.cuda.o", s, nvcc) for s in _cuda_sources(self.sources)]
         return [(o, s, [*command, "-c", str(s), "-o", o]) for o, s, command in jobs]
 
@@ -194,8 +203,9 @@ def _known_archs(toolkit: Toolkit, archs: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(str, dict.fromkeys(older)))
 
 
-def _gencode(archs: tuple[str, ...]) -> list[str]:
+def _gencode(archs: tuple[str, ...], front_ends: tuple[str, ...]) -> list[str]:
     """Machine code for each architecture, and PTX of the newest for those to come."""
-    newest = max(archs, key=int)
-    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
+    virtual = {a: max((f for f in front_ends if int(f) <= int(a)), key=int) for a in archs}
+    flags = [f"-gencode=arch=compute_{v},code=sm_{a}" for a, v in virtual.items()]
+    newest = virtual[max(archs, key=int)]
     return [*flags, f"-gencode=arch=compute_{newest},code=compute_{newest}"]

@@ -1,0 +1,69 @@
+"""Several groups of one process at once, each driven by a thread of its own; shapes change from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardsum
+from shardsum import ShardGroup
+from shardsum.core import reference
+from tests.processes import run_processes
+from tests.values import assert_same, random_values
+
+CALLS = 40
+
+
+def drive(group: ShardGroup, thread: int) -> int:
+    """Calls of all four collectives whose results only this thread's seeds give; each is right, bit for bit."""
+    ranks = group.num_virtual_ranks
+    for number in range(CALLS):
+        lengths = [(3 * v + number + thread) % 7 for v in range(ranks)]
+        shards = [random_values((n, 2 + thread), torch.float32, 100 * number + v) for v, n in enumerate(lengths)]
+        mine, size = [shards[v] for v in group.virtual_ranks], max(lengths)
+        form = lengths if number % 2 else None
+        total = reference.ragged_sum(shards, [0] * ranks, size, op="sum", scale=None, out_dtype=torch.float32)
+        handle = group.all_reduce(mine, form, async_op=number % 3 == 0)
+        assert_same(handle.wait() if number % 3 == 0 else handle, total)
+        assert_same(group.all_gather(mine, form), torch.cat(shards))
+        whole = [(0, size)] * ranks
+        for part in group.exchange(mine, [(0, n) for n in lengths], whole, size=size):
+            assert_same(part, total)
+    return CALLS
+
+
+def at_once(jobs: list[Callable[[], Any]]) -> None:
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for future in [pool.submit(job) for job in jobs]:
+            future.result(100)
+
+
+def in_processes(rank: int, world_size: int, transports: tuple[str, ...]) -> None:
+    groups = [ShardGroup(5, dist.new_group(), transport=t) for t in transports]
+    at_once([lambda g=g, i=i: drive(g, i) for i, g in enumerate(groups)])
+
+
+@pytest.mark.parametrize("transports", [("gather", "all_to_all"), ("auto", "auto", "all_to_all")])
+def test_groups_of_other_process_groups_are_called_from_threads(transports: tuple[str, ...]) -> None:
+    run_processes(in_processes, 2, transports)
+
+
+def test_groups_of_a_lone_process_are_called_from_threads() -> None:
+    at_once([lambda i=i: drive(ShardGroup(4), i) for i in range(4)])
+
+
+def test_local_sums_are_called_from_threads() -> None:
+    def sums(thread: int) -> None:
+        for number in range(200):
+            x = random_values((4, 9, 1 + thread), torch.bfloat16, number)
+            lengths = [(number + thread + r) % 10 for r in range(4)]
+            rows = [x[r, :n] for r, n in enumerate(lengths)]
+            want = reference.ragged_sum(rows, [0] * 4, 9, op="sum", scale=None, out_dtype=torch.bfloat16)
+            assert_same(shardsum.ragged_sum(x, lengths), want)
+
+    at_once([lambda i=i: sums(i) for i in range(4)])
