@@ -196,6 +196,8 @@ class ContextBatch:
                 self.check(qs, ks, vs, scale, return_lse and inner is None)
                 if inner is not None and scale is not None:
                     raise ValueError(f"scale: {scale}, but inner scales the scores itself")
+                if inner is not None and return_lse and self.plan.has_chunks_of_two_calls:
+                    raise ValueError(f"return_lse: not with inner where window {self.window} reaches beyond a chunk")
         except ValueError as error:
             raise self.group.refuse("attention", error) from error
         if inner is None:
@@ -235,9 +237,9 @@ class ContextBatch:
         outs, lses = [], []
         for q, key, value, chunk in zip(qs, keys, values, self.chunks):
             if not chunk.calls:
-                # Nothing to attend to, but the result must hang on the exchange: its backward is a collective. A
-                # product saves its inputs: under activation checkpointing, needing them runs the exchange again.
-                found = [q[..., :1].expand(-1, -1, value.shape[-1]) * value[:, :1]]
+                # Nothing to attend to, but the result must hang on the exchanges: their backward is a collective. A
+                # product saves its inputs: under activation checkpointing, needing them runs the exchanges again.
+                found = [q[..., :1].expand(-1, -1, value.shape[-1]) * key[:, :1, :1] * value[:, :1]]
                 found += [q.new_zeros(q.shape[:2], dtype=torch.float32)]
             else:
                 parts = [
@@ -275,8 +277,6 @@ def _joined(parts: list[Any], return_lse: bool) -> list[Tensor]:
     if not return_lse:
         outs = [part[0] if isinstance(part, tuple) else part for part in parts]
         return [outs[0] if len(outs) == 1 else torch.cat(outs)]
-    if len(parts) > 1:
-        raise ValueError("return_lse: not with inner and a window that reaches beyond the chunk")
     if not isinstance(parts[0], tuple):
         raise ValueError("return_lse: inner returned no (out, lse)")
     return list(parts[0])

@@ -4,9 +4,10 @@ Eager calls run :class:`_Attention`, compiled ones the registered operator ``sha
 two halves. The operator finds its batch by a number in a tensor on the CPU: neither the batch's lengths nor the number
 of its documents are values of the graph, so another batch compiles nothing anew.
 
-**Order of collectives.** All hosted chunks are one node of autograd, empty ones included. Its backward is one exchange
-(two where K and V are sent anew), so all processes run the same collectives in the same order. What the caller owes is
-a loss that depends, on every process, on at least one hosted output (an empty one's sum will do).
+**Order of collectives.** All hosted chunks are one node of autograd, empty ones included, and its backward makes all
+exchanges (K and V anew where they were not kept, then their gradients), so all processes run the same collectives in
+the same order. What the caller owes is a loss that depends, on every process, on at least one hosted output (an empty
+one's sum will do).
 """
 
 from __future__ import annotations

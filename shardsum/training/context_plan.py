@@ -166,6 +166,11 @@ class SequencePlan:
             totals[owner] += plan.pairs(self.window)
         return tuple(totals)
 
+    @property
+    def has_chunks_of_two_calls(self) -> bool:
+        """Whether some process's chunk takes two calls of a kernel (:attr:`Chunk.calls`)."""
+        return self.window != UNLIMITED and any(p.ahead and len(p.segments) > 1 for p in self.plans)
+
     def explain(self) -> str:
         mean = sum(self.work) / len(self.work)
         lines = [

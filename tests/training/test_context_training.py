@@ -76,6 +76,32 @@ def test_inner_attention_with_lse_and_what_is_refused() -> None:
         cp.attention(q, k, v, inner=lambda *x: softcapped(*x)[0], return_lse=True)
     with pytest.raises(ValueError, match=r"scale: 0\.5, but inner scales"):
         cp.attention(q, k, v, inner=softcapped, scale=0.5)
+    cp = cp.group.context_parallel(LENGTHS, BORDERS, False, (2, 1))
+    with pytest.raises(ValueError, match=r"return_lse: not with inner where window \(2, 1\) reaches beyond a chunk"):
+        cp.attention(q, k, v, inner=softcapped, return_lse=True)
+
+
+def _empty_only(rank: int, world_size: int, inner: bool, apart: bool, again: bool) -> list[Any]:
+    """Two layers; process 1 hosts an empty chunk only."""
+    context_ops._APART_BYTES = 0 if apart else 1 << 40
+    group, lengths = ShardGroup(4, placement=[0, 0, 1, 2] if world_size > 1 else "contiguous"), [9, 7, 0, 12]
+    cp = group.context_parallel(lengths, BORDERS, recompute_exchange=again)
+    q, k, v, _ = (chunks(x, lengths, group.virtual_ranks) for x in make(lengths, 4, 4))
+    use, xs = (lambda *args: softcapped(*args)[0]) if inner else None, q
+    for _ in range(2):
+        xs = [x + y for x, y in zip(xs, cp.attention(xs, k, v, inner=use))]
+    sum(x.square().sum() for x in xs).backward()
+    return [list(group.virtual_ranks), [[x.grad for x in hosted] for hosted in zip(q, k, v)]]
+
+
+@pytest.mark.parametrize(
+    ("inner", "apart", "again"), [(True, True, False), (True, False, False), (False, True, True), (False, False, True)]
+)
+def test_a_process_with_an_empty_chunk_only(inner: bool, apart: bool, again: bool) -> None:
+    _, expected = run_processes(_empty_only, 1, inner, apart, again)[0]
+    for ranks, found in run_processes(_empty_only, 3, inner, apart, again, timeout=20):
+        for rank, grads in zip(ranks, found):
+            assert all(map(bits.equal, grads, expected[rank]))
 
 
 def test_autocast_as_for_sdpa() -> None:
