@@ -106,6 +106,9 @@ def batches(text: Tensor, generator: random.Random) -> list[tuple[Tensor, list[i
 
 def train(options: argparse.Namespace, device: str = "cpu") -> tuple[list[float], str]:
     """The loss of every step, and the hash of the trained weights: the same on every process."""
+    if device == "cuda":  # flash and cuBLAS repeat their bits only when told to
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     group = ShardGroup(options.ranks, device=device)
     model = make_model(options, group)
     ranks = Ranks(model, group, options.fsdp)
