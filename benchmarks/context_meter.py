@@ -30,8 +30,12 @@ class Meter:
         self.processes = Processes(dist.new_group(backend="gloo") if self.together else None)
 
     def times(self, calls: dict[str, Callable[[], Any]]) -> dict[str, Timing]:
-        passes = 5 if self.on_gpu else 1  # in a row, as the layers of a model
-        return turns({name: partial(self.seconds, call, passes) for name, call in calls.items()}, self.samples)
+        """Of calls in a row, as the layers of a model: on a GPU as many as take 50 ms, at most 5."""
+        samplers = {}
+        for name, call in calls.items():
+            once = self.seconds(call)
+            samplers[name] = partial(self.seconds, call, min(5, max(1, round(0.05 / once))) if self.on_gpu else 1)
+        return turns(samplers, self.samples)
 
     def seconds(self, call: Callable[[], Any], passes: int = 1) -> float:
         self.processes.slowest(0)
@@ -45,7 +49,7 @@ class Meter:
     def host(self, call: Callable[[], Any]) -> float:
         """Seconds until the call returns, the GPU being idle before."""
         measured = []
-        for _ in range(5):
+        for _ in range(3):
             self.processes.slowest(0)
             self._sync()
             begin = time.perf_counter()

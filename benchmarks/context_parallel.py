@@ -10,8 +10,8 @@ context_ways.py. Contiguous chunks are one a process, zigzag ones two. In one pr
 sum over the processes, and nothing travels; what is compared is all but the links.
 
 Verified before timed: shardsum's two forms have the same bits, and repeat them under deterministic algorithms; the
-others are within rounding of them. Times: medians [20 %, 80 %] of the slowest process, ways in turns, five layers a
-sample on a GPU. Host: until a layer's calls return, GPU idle before. Peak: what torch allocates during the layer,
+others are within rounding of them. Times: medians [20 %, 80 %] of the slowest process, ways in turns, up to five layers
+a sample on a GPU. Host: until a layer's calls return, GPU idle before. Peak: what torch allocates during the layer,
 results included.
 """
 
@@ -120,7 +120,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--parts", type=int, nargs="+", default=MEANS, help="positions over the documents' mean length")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="whose chunks one process runs")
-    parser.add_argument("--samples", type=int, default=7)
+    parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--json", type=Path, help="where process 0 writes the rows")
     return parser.parse_args(words)
 

@@ -198,7 +198,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="a tiny model and 256 positions")
     parser.add_argument("--positions", type=int)
     parser.add_argument("--means", type=int, nargs="+", help="mean lengths of the documents")
-    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--json", type=Path, help="where process 0 writes the rows")
     args = parser.parse_args(words)
     args.positions = args.positions or (256 if args.small else 65536)
