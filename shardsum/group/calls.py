@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.checks import is_count, needs_grad
 from .agreement import Disagreement
 from .arguments import Shards, check_out, classify_lengths, hosted_shards
-from .collectives import Options, describe
+from .collectives import TAKES, Options, describe
 from .forms import deliver, is_single, traced
 from .handle import Handle
 from .plan import Plan
@@ -19,6 +19,7 @@ from .planner import Planner
 from .terms import Terms
 
 _is_compiling = torch.compiler.is_compiling
+_INT = {int}
 
 
 def call(
@@ -26,7 +27,7 @@ def call(
     name: str,
     shards: Shards,
     lengths: Any,
-    options: Options,
+    options: tuple[Any, ...],
     out: Any = None,
     async_op: bool = False,
 ) -> Any:
@@ -34,24 +35,33 @@ def call(
 
     A dictionary leads from the arguments, as they were written, to their plan. Where they are new or odd they are
     checked and described, and the planner has the plan or makes it.
+
+    Args:
+        lengths: of "exchange", both lists of intervals.
+        options: the values of :data:`.collectives.TAKES`.
     """
     if _is_compiling():
-        return _trace(planner, name, shards, lengths, options, out, async_op)
-    if lengths is None and name != "exchange":
-        plan = _count(planner, name, shards, options, out, async_op)
+        return _trace(planner, name, shards, lengths, _named(name, lengths, options), out, async_op)
+    if lengths is None:
+        plan = _count(planner, name, shards, _named(name, lengths, options), out, async_op)
     else:
         try:
             key = _key(name, shards, lengths, options)
             found = planner.by_arguments.get(key)
-        except (TypeError, RuntimeError):  # not plain, not hashable, without a shape: left to the checks
+        except (TypeError, RuntimeError, AttributeError, IndexError):  # not plain or not hashable: left to the checks
             key, found = None, None
-        plan = found or _make(planner, name, shards, lengths, options, out, async_op)
+        plan = found or _make(planner, name, shards, lengths, _named(name, lengths, options), out, async_op)
         if found is None and key is not None:
-            planner.by_arguments[key] = plan
+            planner.remember(key, plan)
     given = lengths if plan.terms.device_lengths else None
     if async_op:
         return plan.start(shards, out, lengths=given)
-    return plan(shards, out, lengths=given)
+    return plan.run_call(shards, out, given)
+
+
+def _named(name: str, lengths: Any, options: tuple[Any, ...]) -> Options:
+    held, wanted = lengths if name == "exchange" else (None, None)
+    return Options(**dict(zip(TAKES[name], options)), in_intervals=held, out_intervals=wanted)
 
 
 def _make(
@@ -147,7 +157,7 @@ def _trace(
     planner: Planner, name: str, shards: Shards, lengths: Any, options: Options, out: Any, async_op: bool
 ) -> Any:
     """The call as torch.compile sees it: the registered operator, with lengths that may be symbols."""
-    if lengths is None and name != "exchange":
+    if lengths is None:
         if planner.world_size > 1:
             raise ValueError(
                 "lengths: None needs a host exchange on every call; pass ints or a tensor in compiled code"
@@ -161,44 +171,24 @@ def _trace(
     return Handle(lambda: result) if async_op else result
 
 
-def _key(name: str, shards: Any, lengths: Any, options: Options) -> Hashable:
-    """What a call is known by; None where its arguments are not plain."""
-    first = shards if type(shards) is Tensor else shards[0] if type(shards) is list and shards else None
-    if type(first) is not Tensor or first.layout is not torch.strided:
-        return None
-    if lengths is None:
-        said: Any = _plain_intervals(options.in_intervals), _plain_intervals(options.out_intervals)
-        if None in said:
-            return None
-        options = Options(**{**vars(options), "in_intervals": None, "out_intervals": None})
-    elif type(lengths) is Tensor:
-        said = tuple(lengths.tolist()) if lengths.is_cpu else first.shape
+def _key(name: str, shards: Any, lengths: Any, options: tuple[Any, ...]) -> Hashable:
+    """What a call is known by; None, or an error, where its arguments are not plain.
+
+    Lengths and intervals are compared as ints: True and 8.0 equal ints, but the checks refuse them.
+    """
+    first = shards if type(shards) is Tensor else shards[0]
+    if name == "exchange":
+        lengths = [bound for pair in (*lengths[0], None, *lengths[1]) for bound in pair or (-1,)]
+    if type(lengths) is Tensor:
+        said: tuple[Any, ...] = tuple(lengths.tolist()) if lengths.is_cpu else first.shape
         said = (lengths.is_cpu, lengths.shape, lengths.dtype, first.shape, said)
+    elif _INT.issuperset(map(type, lengths)):
+        said = tuple(lengths)
     else:
-        said = _plain_ints(lengths)
-    if said is None:
         return None
-    return name, type(shards), first.shape[1:], first.dtype, said, _plain_options(options)
-
-
-def _plain_ints(values: Any) -> tuple[int, ...] | None:
-    """True and 8.0 equal ints, but the checks refuse them."""
-    return tuple(values) if type(values) in (list, tuple) and {int}.issuperset(map(type, values)) else None
-
-
-def _plain_intervals(values: Any) -> tuple[int, ...] | None:
-    if type(values) not in (list, tuple) or not {tuple, list}.issuperset(map(type, values)):
+    if name != "all_gather" and options[2] is not None and not options[2]:  # 0.0 equals -0.0
         return None
-    return _plain_ints([bound for pair in values for bound in pair]) if {*map(len, values)} <= {2} else None
-
-
-def _plain_options(o: Options) -> Hashable:
-    """0.0 equals -0.0, True equals 1: types and signs are part of what is known."""
-    scale = None if o.scale is None else (type(o.scale), repr(o.scale))
-    splits = None if o.splits is None else _plain_ints(o.splits)
-    if splits is None and o.splits is not None:
-        raise TypeError("splits")
-    return type(o.size), o.size, type(o.op), o.op, scale, o.out_dtype, o.grad, splits, o.name
+    return name, type(shards), first.shape[1:], first.dtype, said, options
 
 
 def _row_dims(shards: Shards, lengths: Any, planner: Planner) -> int | None:

@@ -121,21 +121,24 @@ COLLECTIVES: dict[str, Callable[[Setting, Lengths, Options], Terms]] = {
 }
 
 
-_TAKES = {
-    "all_reduce": {"size", "op", "scale", "out_dtype", "grad", "name"},
-    "reduce_scatter": {"size", "op", "scale", "out_dtype", "splits", "name"},
-    "all_gather": {"grad", "name"},
-    "exchange": {"size", "op", "scale", "out_dtype", "in_intervals", "out_intervals", "name"},
+#: The options of each collective, in the order in which its calls pass them.
+TAKES: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("size", "op", "scale", "out_dtype", "grad", "name"),
+    "reduce_scatter": ("size", "op", "scale", "out_dtype", "splits", "name"),
+    "all_gather": ("grad", "name"),
+    "exchange": ("size", "op", "scale", "out_dtype", "name"),
 }
+_INTERVALS = ("in_intervals", "out_intervals")
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> Options:
     """The options of a plan; ValueError for one that the collective does not take."""
     if name not in COLLECTIVES:
         raise ValueError(f"collective: expected one of {', '.join(COLLECTIVES)}, got {name!r}")
-    odd = sorted(options.keys() - _TAKES[name] - {"grad"})
+    takes = {*TAKES[name], *(_INTERVALS if name == "exchange" else ())}
+    odd = sorted(options.keys() - takes - {"grad"})
     if odd:
-        raise ValueError(f"{odd[0]}: {name} takes no such argument; it takes {', '.join(sorted(_TAKES[name]))}")
+        raise ValueError(f"{odd[0]}: {name} takes no such argument; it takes {', '.join(sorted(takes))}")
     return Options(**options)
 
 

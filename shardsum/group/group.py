@@ -186,7 +186,7 @@ class CollectiveGroup:
             ``(size, *F)`` (with ``async_op`` a :class:`Handle` of it).
         """
         out_dtype = out.dtype if out_dtype is None and isinstance(out, Tensor) else out_dtype
-        options = Options(size=size, op=op, scale=scale, out_dtype=out_dtype, grad=grad, name=name)
+        options = (size, op, scale, out_dtype, grad, name)
         return call(self._planner, "all_reduce", shards, lengths, options, out, async_op)
 
     def reduce_scatter(
@@ -212,7 +212,8 @@ class CollectiveGroup:
             ``(splits[v], *F)`` per hosted virtual rank v: a list, or a Tensor when ``shards`` was one and this process
             hosts one virtual rank.
         """
-        options = Options(size=size, op=op, scale=scale, out_dtype=out_dtype, splits=splits, name=name)
+        splits = tuple(splits) if isinstance(splits, list) else splits
+        options = (size, op, scale, out_dtype, splits, name)
         return call(self._planner, "reduce_scatter", shards, lengths, options, out, async_op)
 
     def all_gather(
@@ -232,7 +233,7 @@ class CollectiveGroup:
         Returns:
             ``(sum of lengths, *F)``.
         """
-        return call(self._planner, "all_gather", shards, lengths, Options(grad=grad, name=name), out, async_op)
+        return call(self._planner, "all_gather", shards, lengths, (grad, name), out, async_op)
 
     def exchange(
         self,
@@ -260,11 +261,9 @@ class CollectiveGroup:
         Returns:
             ``(|O_v|, *F)`` per hosted virtual rank v, in the form of ``shards`` (see :meth:`reduce_scatter`).
         """
-        options = Options(
-            size=size, op=op, scale=scale, out_dtype=out_dtype, in_intervals=in_intervals,
-            out_intervals=out_intervals, name=name,
-        )  # fmt: skip
-        return call(self._planner, "exchange", shards, None, options, out, async_op)
+        options = (size, op, scale, out_dtype, name)
+        intervals = (in_intervals, out_intervals)
+        return call(self._planner, "exchange", shards, intervals, options, out, async_op)
 
     def plan(
         self,

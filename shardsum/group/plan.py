@@ -93,8 +93,13 @@ class Plan:
         """
         if _is_compiling():
             return self._traced(shards, out, lengths)
-        planner = self._planner
-        with planner.calling(self.terms.name):
+        return self.run_call(shards, out, lengths)
+
+    def run_call(self, shards: Shards, out: Any, lengths: Tensor | None) -> Any:
+        """An eager call."""
+        planner, name = self._planner, self.terms.name
+        planner.enter(name)
+        try:  # as ``with planner.calling(name)``, in half the time
             if self._bound is not None and lengths is None:
                 result = self._launch(shards, out)
                 if result is not None:
@@ -102,6 +107,13 @@ class Plan:
             hosted, outs, given = self._check(shards, out, lengths)
             self._agree(hosted)
             results = None if needs_grad(hosted) else self._run(hosted, outs, given)
+        except ValueError:
+            raise
+        except BaseException as error:
+            planner.fail(name, error)
+            raise
+        finally:
+            planner.leave()
         if results is None:  # autograd's hooks may raise: that is not amid a call
             results = self._record(hosted, given)
         return deliver(results, self.terms, out, is_single(shards, planner, self.terms))

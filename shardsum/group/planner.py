@@ -217,6 +217,12 @@ class Planner:
                 if terms.name == "all_gather" and end < begin:
                     raise ValueError(f"lengths: virtual rank {r} has {end - begin}, a length is at least 0")
 
+    def remember(self, key: Hashable, plan: Plan) -> None:
+        """Note the arguments that lead to a plan."""
+        if len(self.by_arguments) >= 4 * _MAX_PLANS:
+            self.by_arguments.clear()
+        self.by_arguments[key] = plan
+
     def keep(self, terms: Terms) -> Plan:
         if len(self._plans) >= _MAX_PLANS:  # on all processes at once: they have kept the same
             self._plans.clear()

@@ -70,7 +70,13 @@ def token_means(rank: int, world_size: int) -> None:
         small = ShardGroup(2)
         sums = [torch.tensor(2.0 - 2 * v, requires_grad=True) for v in small.virtual_ranks]
         small.token_mean(sums, [1 - v for v in small.virtual_ranks])[0].backward()
-        assert all(x.grad.item() == 1.0 for x in sums)  # one valid token in all: whatever R
+        # One valid token in all, of rank 0: whatever R. The other rank's loss does not count, even NaN.
+        assert [x.grad.item() for x in sums] == [1.0 - v for v in small.virtual_ranks]
+        broken = [torch.tensor(float("nan") if v else 5.0, requires_grad=True) for v in small.virtual_ranks]
+        mean, count = small.token_mean(broken, [1 - v for v in small.virtual_ranks])
+        mean.backward()
+        assert (mean.item(), count.item()) == (5.0, 1)
+        assert [x.grad.item() for x in broken] == [1.0 - v for v in small.virtual_ranks]
     group = ShardGroup(4)
 
     def mean(sums: list, counts: list) -> tuple:
