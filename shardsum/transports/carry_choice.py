@@ -3,7 +3,8 @@
 A chunk passes through ``stages`` folds, ``stages - 1`` hops of accumulators and the hops of the result; chunks follow
 each other as closely as the slowest of these allows. So the time of C chunks is
 
-    (sum of all their times for the whole call) / C + (C - 1) / C x the slowest one + latency x (C + hops)
+    (sum of all their times for the whole call) / C + (C - 1) / C x the slowest one
+        + latency between domains x hops + latency inside x C
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def _predict(plan: CarryPlan, domains: tuple[int, ...], costs: Costs, sizes: Map
     latency = costs.latency(load)
 
     def time(chunks: int) -> float:
-        steps = plan.lag * (stages - 1 + hops) + chunks
-        return passing / chunks + slowest * (chunks - 1) / chunks + latency * steps
+        waits = latency * plan.lag * (stages - 1 + hops) + costs.latency_us * chunks
+        return passing / chunks + slowest * (chunks - 1) / chunks + waits
 
     most = max((length(piece.interval) for piece in plan.pieces), default=1)
     listed = sum(len(piece.stages) for piece in plan.pieces) or 1
