@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 Interval = tuple[int, int]
 
 
@@ -146,7 +148,19 @@ class ExchangePlan:
     @cached_property
     def positions(self) -> tuple[tuple[int, ...], ...]:
         """``positions[a][b]``: how many positions travel from a to b (a to a stays in place)."""
-        return tuple(tuple(sum(length(s.interval) for s in cell) for cell in row) for row in self.segments)
+        begins, ends = np.array(self.sources, dtype=np.int64).reshape(-1, 2).T
+        owners, columns = np.array(self.source_owners, dtype=np.int64), []
+        outputs: list[list[Interval]] = [[] for _ in range(self.world_size)]
+        for sink, owner in zip(self.sinks, self.sink_owners):
+            outputs[owner].append(sink)
+        for wanted in outputs:
+            common = np.zeros(len(owners), dtype=np.int64)
+            for begin, end in union(wanted):
+                common += np.maximum(np.minimum(ends, end) - np.maximum(begins, begin), 0)
+            column = np.zeros(self.world_size, dtype=np.int64)
+            np.add.at(column, owners, common)
+            columns.append(column.tolist())
+        return tuple(zip(*columns))
 
     def egress(self, process: int) -> int:
         return sum(n for b, n in enumerate(self.positions[process]) if b != process)

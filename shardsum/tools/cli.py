@@ -1,4 +1,4 @@
-"""The command line: ``shardsum doctor | train | compare | bench | build``.
+"""The command line: ``shardsum doctor | train | compare | plan | bench | build``.
 
 Options come from YAML files (``--config``) and from the command line, in that order of weight: what stands later wins.
 Nothing is abbreviated and nothing unknown is ignored. A wrong option, file or value is one line on stderr and exit
@@ -27,6 +27,7 @@ from yaml import AliasEvent, SafeLoader, YAMLError
 
 from .. import __version__
 from .compare import CompareConfig
+from .plan import PlanConfig
 from .train.config import RunConfig
 
 _MODE = "yaml without aliases"
@@ -110,6 +111,16 @@ def build_parser() -> ArgumentParser:
     compare.add_argument("--runs", nargs=2, metavar=("A", "B"), help="Compare the bits of two run folders instead.")
     commands.add_subcommand("compare", compare, help="Compare the bits of every transport and backend, or of two runs.")
 
+    plan = _parser(
+        "Predicts, without running anything, which transport collectives would take on a cluster, the bytes on each "
+        "kind of link and the times."
+    )
+    plan.add_argument("--config", action="config", help="YAML file; options after it win.")
+    plan.add_class_arguments(PlanConfig, skip={"grow"})
+    growing = "Show 1, 2, 4, ... hosts up to this number, with as many virtual ranks a process."
+    plan.add_argument("--grow", action="store_true", help=growing)
+    commands.add_subcommand("plan", plan, help="Predict what collectives would cost on a larger cluster.")
+
     commands.add_subcommand("bench", _parser(), help="Measure against named baselines (see: shardsum bench --help).")
     build = _parser(
         "Builds the native library now instead of at its first use, and prints where it is. With nvcc, CUDA kernels "
@@ -172,6 +183,12 @@ def _train(options: Namespace) -> int:
     return 130 if run(RunConfig(**values)).interrupted else 0
 
 
+def _plan(options: Namespace) -> int:
+    from .plan import run
+
+    return run(PlanConfig(**{name: value for name, value in options.items() if name != "config"}))
+
+
 def _compare(options: Namespace) -> int:
     from .compare import compare_paths
     from .compare_runs import compare_runs
@@ -198,4 +215,4 @@ def _bench(arguments: list[str]) -> int:
     return bench.main(arguments)
 
 
-_COMMANDS = {"doctor": _doctor, "train": _train, "compare": _compare, "build": _build}
+_COMMANDS = {"doctor": _doctor, "train": _train, "compare": _compare, "plan": _plan, "build": _build}

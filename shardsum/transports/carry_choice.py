@@ -19,7 +19,7 @@ from .costs import Costs, Load
 from .domains import Domains
 
 _MOST_CHUNKS = 256
-_MOST_STAGES = 20_000  # of all pieces: a plan lists them
+_MOST_STAGES = 300_000  # of all pieces: a plan lists them
 
 
 @dataclass(frozen=True)

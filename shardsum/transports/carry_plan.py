@@ -6,9 +6,11 @@ process of the domain, the *handler*, folds the run's rows onto the accumulator 
 next stage. That of the last one finishes and rounds; the result goes to the processes that want it. An accumulator
 travels unrounded, so the sum is that of all rows in order, bit for bit.
 
-Handlers: process i of a domain handles the i-th part of the positions, so that all of a host's network cards work;
-where a single process of the domain wants a position, that one does. Results go from domain to domain in a chain
-(to one process of each, which passes them on inside), so no domain sends a result to more than one other.
+Handlers: process i of a domain handles the i-th part of the positions, so that all of a host's network cards work.
+Where a single process of the domain wants a position, that one does. Where different processes want many intervals,
+these are not cut again: process i handles every m-th interval, i modulo the domain's m processes. Results go from
+domain to domain in a chain (to one process of each, which passes them on inside), so no domain sends a result to more
+than one other.
 
 Everything is pipelined in chunks. Steps are numbered alike on all processes: stage s of chunk c folds in step
 ``c + lag * s``, once what travels in that step has arrived. ``lag`` is 1 where a process sends what it has just folded
@@ -26,6 +28,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..core.layout import ExchangePlan, Interval, intersect, length, union
+
+_MANY_REGIONS = 4  # a process of a domain, on average
 
 ROWS, ACCUMULATORS, RESULTS = "rows", "accumulators", "results"
 KINDS = (ROWS, ACCUMULATORS, RESULTS)
@@ -173,14 +177,18 @@ class CarryPlan:
     def pieces(self) -> tuple[Piece, ...]:
         """All positions that somebody holds and somebody wants, by chunk, then by position."""
         pieces: list[Piece] = []
-        sizes = sorted({len(m) for m in self.members.values()} - {1})
+        sizes = sorted({len(m) for m in self.members.values()})
+        cut_in_parts = len(self._regions) < _MANY_REGIONS * sizes[-1]
         source_bounds = sorted({b for i in self.plan.sources for b in i}) if self.counted else []
         bounds, holders = self._profile
         for chunk in range(self.chunks):
-            for (lo, hi), wanted in self._regions:
+            for region, ((lo, hi), wanted) in enumerate(self._regions):
                 n = hi - lo
                 begin, end = lo + n * chunk // self.chunks, lo + n * (chunk + 1) // self.chunks
-                parts = {m: [begin + (end - begin) * i // m for i in range(m)] for m in (1, *sizes)}
+                if cut_in_parts:
+                    parts = {m: [begin + (end - begin) * i // m for i in range(m)] for m in sizes}
+                else:  # part i of m begins where all positions lie behind it, and behind no later one
+                    parts = {m: [begin] * (region % m + 1) for m in sizes}
                 cuts = {begin, end, *(b for part in parts.values() for b in part)}
                 cuts.update(_inside(bounds, begin, end), _inside(source_bounds, begin, end))
                 ordered = sorted(cuts)
@@ -233,12 +241,14 @@ class CarryPlan:
         hops = (len(p.stages) - 1 + max((d[0] for d in p.deliveries), default=0) for p in self.pieces)
         return max(hops, default=0)
 
-    def transfers(self, index: int, piece: Piece) -> Iterator[tuple[int, str, int, int, Item]]:
-        """All that travels of a piece, as (step, kind, sender, receiver, item)."""
+    def transfers(
+        self, index: int, piece: Piece, domain: int | None = None
+    ) -> Iterator[tuple[int, str, int, int, Item]]:
+        """All that travels of a piece, as (step, kind, sender, receiver, item); rows inside ``domain`` only."""
         interval = piece.interval
         for s, stage in enumerate(piece.stages):
             step = piece.chunk + self.lag * s
-            for source in stage.sources:
+            for source in stage.sources if domain in (None, self.domains[stage.process]) else ():
                 owner, common = self.plan.source_owners[source], intersect(self.plan.sources[source], interval)
                 if owner != stage.process and length(common):
                     yield step, ROWS, owner, stage.process, Item(common, index, source)
@@ -261,9 +271,9 @@ class CarryPlan:
         """What ``process`` sends or receives, by step; both ends of a message list its items alike."""
         table: dict[tuple[int, str, int, int], list[Item]] = defaultdict(list)
         for index, piece in enumerate(self.pieces):
-            for *key, item in self.transfers(index, piece):
-                if process in key[2:]:
-                    table[tuple(key)].append(item)  # type: ignore[index]
+            for step, kind, sender, receiver, item in self.transfers(index, piece, self.domains[process]):
+                if process in (sender, receiver):
+                    table[step, kind, sender, receiver].append(item)
         order = sorted(table, key=lambda key: (key[0], KINDS.index(key[1]), *key[2:]))
         return [Message(*key, tuple(table[key])) for key in order]
 

@@ -59,6 +59,8 @@ def test_plan_sends_each_wanted_position_once(sources: list, sinks: list, world_
             segments = [s for s in plan.segments[owner][b] if s.source == r]
             sent = [p for s in segments for p in range(*s.interval)]
             assert sent == sorted(wanted & set(range(*source)))
+        for a in range(world_size):
+            assert plan.positions[a][b] == sum(length(s.interval) for s in plan.segments[a][b])
     assert plan.total == sum(plan.ingress(b) for b in range(world_size))
     assert plan.transposed.transposed == plan
     halves = [plan.cut(0, 0.5), plan.cut(0.5, 1)]
