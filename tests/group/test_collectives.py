@@ -85,10 +85,12 @@ def token_means(rank: int, world_size: int) -> None:
         value.backward()
         return value.item(), count.item(), [x.grad.item() for x in losses]
 
-    k = len(group.virtual_ranks)
-    assert mean([4, 3, 0, 0], [1, 3, 0, 0]) == (1.75, 4, [0.25] * k)
-    assert mean([2, 0, 0, 0], [1, 0, 0, 0]) == (2.0, 1, [1.0] * k)
-    assert mean([0] * 4, [0] * 4) == (0.0, 0, [0.0] * k)
+    def of(values: list) -> list:
+        return [values[v] for v in group.virtual_ranks]
+
+    assert mean([4, 3, 0, 0], [1, 3, 0, 0]) == (1.75, 4, of([0.25, 0.25, 0.0, 0.0]))
+    assert mean([2, 0, 0, 0], [1, 0, 0, 0]) == (2.0, 1, of([1.0, 0.0, 0.0, 0.0]))
+    assert mean([0] * 4, [0] * 4) == (0.0, 0, of([0.0] * 4))
     assert mean([1] * 4, [2**24 + 1, 0, 0, 0])[1] == 16777217
 
 
