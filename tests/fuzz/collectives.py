@@ -16,7 +16,7 @@ from . import oracle
 from .local import arguments, random_finish
 from .numbers import KINDS, Array, Kind, difference, random, to_torch
 
-TRANSPORTS = ["auto", "gather", "all_to_all"]
+TRANSPORTS = ["auto", "gather", "all_to_all", "carry"]
 TRAILING = [(), (1,), (3,), (2, 5), (40,)]
 MOST_OPEN = 4
 
