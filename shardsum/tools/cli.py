@@ -66,10 +66,15 @@ def build_parser() -> ArgumentParser:
     commands = parser.add_subcommands(required=True, metavar="command")
 
     doctor = _parser(
-        "Says what this machine has and which path sums run on. The exit code is 0 if sums can run as asked, else 1.",
-        "shardsum doctor",
+        "Says what this machine has, which path sums run on, and tries every transport that can run here. Under "
+        "torchrun it tries the transports between the processes, and names the pairs of processes that fail. The exit "
+        "code is 0 if sums can run as asked and every transport that ran gave the right bits, else 1.",
+        "shardsum doctor\nshardsum doctor --json\ntorchrun --nproc-per-node=2 -m shardsum doctor --device cuda",
     )
-    commands.add_subcommand("doctor", doctor, help="Say what this machine has and which path sums run on.")
+    doctor.add_argument("--json", action="store_true", help="Print one JSON object, for programs and for bug reports.")
+    doctor.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="Where the transports are tried.")
+    doctor.add_argument("--timeout", type=float, default=60.0, help="Seconds after which a silent process is an error.")
+    commands.add_subcommand("doctor", doctor, help="Say what this machine has, and try what can run here.")
 
     train = _parser(
         "Trains a byte-level transformer on R virtual ranks, hosted by the processes that were launched, and prints a "
@@ -171,9 +176,9 @@ def _load_yaml(text: str) -> Any:
 
 
 def _doctor(options: Namespace) -> int:
-    from .doctor import report
+    from .doctor import run
 
-    return report()
+    return run(device=options.device, as_json=options.json, timeout=options.timeout)
 
 
 def _train(options: Namespace) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 from pathlib import Path
 
@@ -122,36 +121,6 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert end.value.code == 0
     text = capsys.readouterr().out
     assert all(command in text for command in ("doctor", "train", "compare", "bench", "build"))
-
-
-# -- doctor -----------------------------------------------------------------------------------------------------------
-
-
-def test_doctor_ends_with_the_path_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    from shardsum.native import loader as native
-
-    assert cli.main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("torch") and torch.__version__ in line for line in lines)
-    expected = "ok: native CPU kernel (" if native.status().backend == "native" else "ok: plain torch"
-    assert lines[-1].startswith(expected)
-
-
-@pytest.mark.parametrize(
-    ("backend", "code", "last"), [("torch", 0, "ok: plain torch"), ("fortran", 1, "not ok: SHARDSUM_BACKEND")]
-)
-def test_doctor_says_why_when_a_path_is_forced(backend: str, code: int, last: str) -> None:
-    results = run_processes(_doctor, 1, backend)  # a process of its own: which path runs is decided once
-    assert results[0][0] == code
-    assert results[0][1].splitlines()[-1].startswith(last)
-
-
-def _doctor(rank: int, world_size: int, backend: str) -> tuple[int, str]:
-    from shardsum.native import loader as native
-
-    native._status = None  # forked from a process that has decided
-    os.environ["SHARDSUM_BACKEND"] = backend
-    return _captured(["doctor"])
 
 
 def _captured(arguments: list[str]) -> tuple[int, str]:

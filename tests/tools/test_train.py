@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from shardsum import ShardGroup
 from shardsum.core.layout import owners_of
 from shardsum.tools import cli
+from shardsum.tools.colours import distinct_colours
 from shardsum.tools.train import ModelConfig, RunConfig, RunResult, loop, plots, run
 from shardsum.tools.train.checkpoint import NAME, PREVIOUS
 from shardsum.tools.train.data import START, Corpus
@@ -126,6 +127,8 @@ def test_a_picture_of_no_step_and_of_many_processes(text: str) -> None:
     owners = owners_of(20, 10, "zigzag")
     picture = plots.draw_run(**nothing, batch=corpus.packed(0, 20, 12), owners=owners)  # empty chunks, too
     assert picture.startswith(b"\x89PNG")
+    for count in (1, 10, 11, 64):
+        assert len(set(distinct_colours(count))) == count
 
 
 def test_splitting_a_sequence_changes_its_loss_and_gradients_by_rounding_only(text: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..colours import distinct_colours
 from .rows import Row
 
 if TYPE_CHECKING:
@@ -52,14 +53,15 @@ def _picture(
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: no display, no global state
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.5 * max(1, len(panels)), 5), layout="constrained")
+    figure = Figure(figsize=(6.5 * max(1, len(panels)), 6), layout="constrained")
     FigureCanvasAgg(figure)
     drawn = False
     for axes, (name, rows) in zip(figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels.items()):
         axes.set(title=name, xlabel=x, ylabel=y)
         axes.grid(alpha=0.3)
+        axes.set_prop_cycle(color=distinct_colours(max(1, len({row.variant for row in rows}))))
         if draw(axes, rows):
-            axes.legend(fontsize=8)
+            axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)  # below: it hides nothing
             drawn = True
         else:
             axes.set_visible(False)

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.numpy import save as serialize
 from safetensors.torch import load as parse_tensors
-from safetensors.torch import save as serialize
 from torch import Tensor
 
 from .config import RunConfig
@@ -79,7 +79,9 @@ def save(folder: RunFolder, tensors: Mapping[str, Tensor], config: RunConfig, da
         "steps": str(own["losses"].numel()),
     }
     metadata["sha256"] = _sum(metadata, own)
-    folder.replace(NAME, serialize(own, metadata), keep=PREVIOUS if keep else None)
+    # Not safetensors.torch.save: it makes a ctypes type for every new size, here of the losses, that stays for ever.
+    content = serialize({name: t.numpy() for name, t in own.items()}, metadata)
+    folder.replace(NAME, content, keep=PREVIOUS if keep else None)
 
 
 def exists(folder: Path) -> bool:
@@ -174,8 +176,12 @@ def _sum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         t = tensors[name]
         sha.update(json.dumps([name, str(t.dtype), list(t.shape)]).encode())
-        sha.update(t.reshape(-1).view(torch.uint8).numpy().data)
+        sha.update(_bytes(t))
     return sha.hexdigest()
+
+
+def _bytes(t: Tensor) -> bytes:
+    return t.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...core.layout import intervals_of
 from ...training.documents import plan_chunks
+from ..colours import distinct_colours
 from .data import Batch
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def _draw_losses(axes: Axes, losses: np.ndarray) -> None:
         axes.plot(steps, losses, color="C0", alpha=_PALE, lw=1, label="each step")
         sums, first = np.cumsum([0.0, *losses]), np.maximum(steps - window, 0)
         axes.plot(steps, (sums[steps] - sums[first]) / (steps - first), color="C0", lw=2, label=f"mean of {window}")
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8)
     axes.set(title="Loss", xlabel="step", ylabel="nats per byte")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=_PALE)
@@ -77,8 +78,9 @@ def _draw_intervals(axes: Axes, batch: Batch, owners: tuple[int, ...]) -> None:
     packed = batch.cu_seqlens is not None
     held = intervals_of(batch.lengths) if packed else [(0, n) for n in batch.lengths]
     wanted = [plan.keys for plan in plan_chunks(batch.lengths, batch.cu_seqlens)] if packed else held
+    colours = distinct_colours(max(owners) + 1)
     for v, ((begin, end), (first, last)) in enumerate(zip(held, wanted)):
-        colour = f"C{owners[v] % 10}"
+        colour = colours[owners[v]]
         axes.barh(v, last - first, left=first, height=0.8, color=colour, alpha=_PALE, lw=0)
         axes.barh(v, end - begin, left=begin, height=0.8, color=colour, lw=0)
     for border in batch.cu_seqlens or ():
@@ -91,10 +93,10 @@ def _draw_intervals(axes: Axes, batch: Batch, owners: tuple[int, ...]) -> None:
         xlabel="position in the sequence" if packed else "position in the document",
         ylabel="virtual rank, coloured by process",
     )
-    _explain_intervals(axes, packed, sorted(set(owners)))
+    _explain_intervals(axes, packed, dict(sorted({p: colours[p] for p in owners}.items())))
 
 
-def _explain_intervals(axes: Axes, packed: bool, processes: list[int]) -> None:
+def _explain_intervals(axes: Axes, packed: bool, processes: dict[int, Any]) -> None:
     """A legend below the axes, where it covers nothing."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -104,5 +106,5 @@ def _explain_intervals(axes: Axes, packed: bool, processes: list[int]) -> None:
         handles = [Patch(color="grey", lw=0, label="holds"), Patch(color="grey", alpha=_PALE, lw=0, label="needs too")]
         handles.append(Line2D([], [], color="black", lw=0.8, ls=":", label="document border"))
     if len(processes) <= _MOST_NAMED:
-        handles += [Patch(color=f"C{p % 10}", lw=0, label=f"process {p}") for p in processes]
+        handles += [Patch(color=colour, lw=0, label=f"process {p}") for p, colour in processes.items()]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, fontsize=8, frameon=False)
