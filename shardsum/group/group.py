@@ -115,17 +115,19 @@ class CollectiveGroup:
             if domains is not None:
                 check_domains(domains, self.world_size)
             table = cost_tables.load(costs)
+            self._agreement.load_native()
         except Exception as error:
             raise self._agreement.refuse("ShardGroup", error) from error
         signature: dict[str, Any] = {"num_virtual_ranks": self.num_virtual_ranks, "placement": list(self.owners)}
         signature |= {"transport": transport, "check": check, "device": self.device.type, "costs": repr(table)}
         signature["domains"] = None if domains is None else list(domains)
-        where = self._agreement.agree("ShardGroup", signature, [host(), membership.gpu(self.device)])
-        membership.refuse_shared_gpu([gpu for _, gpu in where])
+        here = [host(), membership.gpu(self.device), membership.abandoned(pg, self.device)]
+        where = self._agreement.agree("ShardGroup", signature, here)
+        membership.refuse_shared_gpu([gpu for _, gpu, _ in where])
+        membership.refuse_abandoned([reason for _, _, reason in where])
         #: Which processes share fast links.
-        self.domains = agree_on_domains([name for name, _ in where] if domains is None else domains)
-        self._agreement.connect(max(map(self.owners.count, range(self.world_size))) + 1)
-        wire = self._agreement.wire(pg, self.device)
+        self.domains = agree_on_domains([name for name, _, _ in where] if domains is None else domains)
+        wire = self._agreement.connect(max(map(self.owners.count, range(self.world_size))) + 1, self.device)
         peers = self._find_peers(transport, limit) if wire is not None else None
         router = Router(self.domains, transport, table, peers)
         self._planner = Planner(Executor(self.owners, self.rank, wire, router, peers), self._agreement, self.device)

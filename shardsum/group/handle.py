@@ -45,9 +45,10 @@ def start_on_cpu(planner: Planner, name: str, job: Job, deliver: Callable[[list[
         planner.executor.wire.leave_open(complete)
 
     def finish() -> Any:
-        if job.more:
-            planner.close_open_call()
-        return deliver(complete())
+        with planner.agreement.busy:
+            if job.more:
+                planner.close_open_call()
+            return deliver(complete())
 
     return Handle(finish)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..transports import TRANSPORTS
 from ..transports.peer.memory import shares_gpus
+from ..transports.wire import abandoned_groups
 
 MAX_VIRTUAL_RANKS = 1 << 16  # plans list every virtual rank
 _MAX_SECONDS = 10**8
@@ -121,4 +122,18 @@ def refuse_shared_gpu(gpus: list[Any]) -> None:
             raise ValueError(
                 f"processes {other} and {process} use the same GPU {gpu[1]} of {gpu[0]}; NCCL refuses that. "
                 "Host several virtual ranks in one process instead: ShardGroup(num_virtual_ranks=R), one process a GPU"
+            )
+
+
+def abandoned(pg: dist.ProcessGroup | None, device: torch.device) -> str | None:
+    """Why data must not move over the process group any more, if so. (On the CPU none moves over it.)"""
+    return None if pg is None or device.type == "cpu" else abandoned_groups.get(pg)
+
+
+def refuse_abandoned(reasons: list[str | None]) -> None:
+    for process, reason in enumerate(reasons):
+        if reason is not None:
+            raise RuntimeError(
+                f"a transfer on this process group was abandoned on process {process} and may still stand there; make "
+                f"a new process group (torch.distributed.new_group) for a new ShardGroup. {reason}"
             )

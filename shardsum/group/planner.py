@@ -91,16 +91,21 @@ class Planner:
         return Calling(self, name, begun)
 
     def enter(self, name: str) -> None:
-        """Begin a call. RuntimeError when the group has failed, or when what an earlier call left open does now."""
-        self.agreement.begin()
+        """Begin a call. RuntimeError when the group is in use, or has failed, or what an earlier call left open."""
+        self.agreement.busy.__enter__()
         try:
+            self.agreement.begin(name)
             self.close_open_call()  # before this process waits for another in this call: it may wait in that one
         except BaseException as error:
-            self.fail(name, error)
+            try:
+                self.fail(name, error)
+            finally:
+                self.leave()
             raise
 
     def leave(self) -> None:
         """End a call."""
+        self.agreement.busy.__exit__(None, None, None)
 
     def close_open_call(self) -> None:
         """Complete the call whose transfers have not all started, if there is one."""
@@ -262,7 +267,9 @@ class Calling:
         self._planner, self._name, self._begun = planner, name, begun
 
     def __enter__(self) -> None:
-        if not self._begun:
+        if self._begun:
+            self._planner.agreement.busy.__enter__()
+        else:
             self._planner.enter(self._name)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:

@@ -109,6 +109,11 @@ def load() -> None:
         _load_once()
 
 
+def is_decided() -> bool:
+    """Whether :func:`load` has nothing left to do."""
+    return _status is not None
+
+
 # torch.compile calls it while tracing instead of tracing through it. (The public decorator,
 # torch.compiler.assume_constant_result, does the same and imports all of torch._dynamo first.)
 load._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -8,6 +8,9 @@ with unequal sizes (which ends a process).
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,13 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .wire import Stamp, Wire, as_bytes
+from . import watch
+from .store import StoreGone
+from .wire import Stamp, Step, Wire, as_bytes
 
 _TAGS = (1 << 31) - 1  # the largest tag of gloo's
 _TURN = 0x9E3779B97F4A7C15  # an odd number of mixed bits
 #: Tags of :meth:`TaggedWire.send` lie this many transfers behind those of the collectives of the same exchange.
 _CHUNKS = 1 << 20
 _MOST_UNDER_WAY = 256  # transfers of handles that nobody has waited for
+_HISTORY = 8  # exchanges that a process tells of
+
+
+class OutOfStep(RuntimeError):
+    """A transfer will never end, since its processes are not in the same exchange."""
 
 
 class TaggedWire(Wire):
@@ -31,18 +41,34 @@ class TaggedWire(Wire):
     Args:
         group: the private ProcessGroupGloo.
         timeout: the limit of a wait.
+        guard: finds out why a transfer does not end before that limit. None: nobody does.
     """
 
-    def __init__(self, group: dist.ProcessGroupGloo, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroupGloo,
+        timeout: timedelta,
+        guard: watch.Guard | None = None,
+    ) -> None:
         super().__init__(group, group.rank(), group.size(), timeout)
+        self.guard = guard
+        self._steps: deque[Step] = deque(maxlen=_HISTORY)
+        self._waits: tuple[int, Step] | None = None  # for which process, in what: a new object for every wait
+        self._seen: tuple[int, Step] | None = None  # the one at the last look
+        self._published = False
+        self._next_look, self._pause = 0.0, 0.0
+        self._verdict: str | None = None
+        if guard is not None:
+            watch.add(self)
         turns = range(1, self.world_size)
         self._to = [(self.rank + i) % self.world_size for i in turns]  # not all to the same one at first
         self._from = [(self.rank - i) % self.world_size for i in turns]
         self._tags = self._transfers = self._started = 0
-        self._works: dict[int, list[dist.Work]] = {}
+        self._works: dict[int, tuple[Step, list[tuple[int, dist.Work]]]] = {}
 
     def begin(self, stamp: Stamp, call: int) -> None:
         super().begin(stamp, call)
+        self._steps.append(self.step)
         mixed = (stamp.hash + self.step.number * _TURN + call * 0xD1B54A32D192ED03) & (1 << 64) - 1
         mixed = (mixed ^ mixed >> 32) * _TURN & (1 << 64) - 1
         self._tags, self._transfers = mixed >> 20, 0
@@ -57,8 +83,8 @@ class TaggedWire(Wire):
         if not own.numel():
             return self._under_way([])
         tag, parts = self._next_tag(), everyone.split(own.numel())
-        works = [self.group.recv([parts[p]], p, tag) for p in self._from]
-        works += [self.group.send([own], p, tag) for p in self._to]
+        works = [(p, self.group.recv([parts[p]], p, tag)) for p in self._from]
+        works += [(p, self.group.send([own], p, tag)) for p in self._to]
         if parts[self.rank].data_ptr() != own.data_ptr():
             parts[self.rank].copy_(own)
         return self._under_way(works)
@@ -68,20 +94,20 @@ class TaggedWire(Wire):
         self.count(itemsize, mine.numel(), out.numel())
         received = as_bytes(out).split([n * itemsize for n in out_splits])
         sent = as_bytes(mine).split([n * itemsize for n in in_splits])
-        works = [self.group.recv([received[p]], p, tag) for p in self._from if out_splits[p]]
-        return self._under_way(works + [self.group.send([sent[p]], p, tag) for p in self._to if in_splits[p]])
+        works = [(p, self.group.recv([received[p]], p, tag)) for p in self._from if out_splits[p]]
+        return self._under_way(works + [(p, self.group.send([sent[p]], p, tag)) for p in self._to if in_splits[p]])
 
     def send(self, x: Tensor, peer: int, chunk: int) -> Any:
         data = as_bytes(x)
         self.count(data.numel(), 1, 0)
         tag = self._tags + _CHUNKS + chunk & _TAGS
-        return self._under_way([self.group.send([data], peer, tag)] if data.numel() else [])
+        return self._under_way([(peer, self.group.send([data], peer, tag))] if data.numel() else [])
 
     def recv(self, out: Tensor, peer: int, chunk: int) -> Any:
         data = as_bytes(out)
         self.count(data.numel(), 0, 1)
         tag = self._tags + _CHUNKS + chunk & _TAGS
-        return self._under_way([self.group.recv([data], peer, tag)] if data.numel() else [])
+        return self._under_way([(peer, self.group.recv([data], peer, tag))] if data.numel() else [])
 
     def batch(
         self, sends: Sequence[tuple[Tensor, int, int]], receives: Sequence[tuple[Tensor, int, int]]
@@ -96,22 +122,77 @@ class TaggedWire(Wire):
             self._close_connections()
 
     def _close_connections(self) -> None:
-        try:  # gloo's answer to a time-out, and its own way to end what waits in other threads
-            self.group.recv([torch.empty(1, dtype=torch.uint8)], self._to[0], 0).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            self._works.clear()
+        for peer in self._to:  # gloo's answer to a time-out, and its own way to end what waits in other threads
+            try:
+                self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, 0).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "Timed out" in str(error):  # else that connection was closed before, but others may stand
+                    break
 
-    def _under_way(self, works: list[dist.Work]) -> int:
+    def _under_way(self, works: list[tuple[int, dist.Work]]) -> int:
         """Keep what has been started, also where nobody waits for it: gloo gives up a connection where the memory of a
         message is gone when it comes."""
         self._started += 1
         if works:
-            self._works[self._started] = works
+            self._works[self._started] = self.step, works
             if len(self._works) > _MOST_UNDER_WAY:
                 self.wait(min(self._works), torch.device("cpu"))
         return self._started
 
     def wait(self, transfer: int, device: torch.device) -> None:
-        for work in self._works.get(transfer, ()):
-            work.wait(self.timeout)
+        if transfer not in self._works:
+            return
+        step, works = self._works[transfer]
+        try:
+            for peer, work in works:
+                self._waits = (peer, step)
+                work.wait(self.timeout)
+        except RuntimeError as error:
+            raise self._explained(peer, error) from error
+        finally:
+            self._waits = None
         self._works.pop(transfer, None)
+
+    def _explained(self, peer: int, error: RuntimeError) -> RuntimeError:
+        if self._verdict is not None:
+            return OutOfStep(self._verdict)
+        if "Timed out" in str(error):
+            return RuntimeError(f"no answer from process {peer} within {self.timeout.total_seconds():g} s")
+        if "closed" in str(error) or "reset" in str(error):
+            with contextlib.suppress(StoreGone):
+                if self.guard is not None and (told := self.guard.board.told(self)) is not None:
+                    return OutOfStep(told)
+            return RuntimeError(f"the connection with process {peer} was closed")
+        return error
+
+    # Why a transfer does not end: see :mod:`.watch`, whose thread calls this
+
+    def state(self) -> dict[str, Any]:
+        """The last exchanges of this process, as JSON, and the one it waits in, with the process it waits for."""
+        waits = self._waits
+        return {
+            "steps": [[s.number, s.stamp.hash, s.call, s.stamp.text] for s in list(self._steps)],
+            "waits": waits and [waits[0], waits[1].number, waits[1].stamp.text, waits[1].call],
+        }
+
+    def look(self) -> None:
+        """Look after the current wait, if it is the one of the last look."""
+        guard, waits, now = self.guard, self._waits, time.monotonic()
+        assert guard is not None
+        if waits is not self._seen or waits is None:
+            self._seen, self._pause, self._next_look = waits, watch.TICK_S, now
+            if self._published:
+                self._published = False
+                guard.board.publish()
+            return
+        if now < self._next_look or self._verdict is not None:
+            return
+        self._pause = min(2 * self._pause, watch.LONGEST_PAUSE_S)
+        self._next_look = now + self._pause
+        self._published = True
+        guard.board.publish()
+        verdict = guard.board.find(self) or guard.elsewhere(waits[1])
+        if verdict is not None and self._waits is waits:
+            self._verdict = verdict
+            guard.condemn(waits[1], verdict)
+            self._close_connections()

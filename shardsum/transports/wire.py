@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,8 @@ def as_bytes(x: Tensor) -> Tensor:
 
 #: The call that was left open, if any, by what its wire moves on: see :meth:`Wire.leave_open`. One at most.
 open_calls: dict[Any, Callable[[], Any]] = {}
+#: Why a process group is not used again: a transfer may still stand on it (:meth:`Wire.fail`).
+abandoned_groups: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 #: All wires: one that fails amid its transfers fails those of the same process group (:meth:`Wire.fail`).
 _wires: WeakSet[Wire] = WeakSet()
 
@@ -187,6 +189,7 @@ class Wire:
     def fail(self, error: BaseException) -> None:
         """Refuse all further exchanges: this process has left one before it started all its transfers. Others would
         take those of the next, on any wire of the process group, for the missing ones."""
+        abandoned_groups.setdefault(self.group, str(error))
         for wire in _wires:
             if wire.group == self.group:
                 wire._failed = repr(error)

@@ -203,9 +203,9 @@ def test_a_call_refused_by_one_process_is_never_mixed_with_its_next(bad: str, th
     results = run_processes(go_on_after_an_error, 3, bad, then)
     assert len(results[1]) == 2 and "bad" in results[1][0] and "process 0" in results[1][1]
     for messages in (results[0], results[2]):
-        # Process 1 waits in its next call until about the time at which the others give up.
-        named = re.search(rf"process 1: (is in all_reduce {bad}: expected|failed in call \d)", messages[0])
-        assert named, messages
+        assert re.search(
+            rf"process 1 refused all_reduce \(call \d\): {bad}: expected|process 1: failed in", messages[0]
+        )
 
 
 def run_ahead(rank: int, world_size: int, lengths: list | None) -> str:
@@ -227,7 +227,7 @@ def run_ahead(rank: int, world_size: int, lengths: list | None) -> str:
 @pytest.mark.parametrize("lengths", [[4] * 3, None])
 def test_a_call_that_ran_ahead_of_a_refusal_is_never_mixed_with_the_next(lengths: list | None) -> None:
     for message in run_processes(run_ahead, 3, lengths):
-        assert "process 1 has refused an earlier call that process 0 carried out" in message
+        assert re.search("process 1 has refused an earlier call that process 0 carried out|out of step", message)
 
 
 CONSTRUCTORS = {
@@ -287,9 +287,9 @@ def steady_state(rank: int, world_size: int) -> None:
 
     step()
     side = group._agreement
-    del side._store, side.side  # any use of them would be an error
+    side._side = side._group = None  # any use of them is an error
     step()
-    with pytest.raises(AttributeError, match=r"side|_store"):
+    with pytest.raises(AssertionError):
         group.all_reduce(x)
 
 
