@@ -63,6 +63,10 @@ struct HeldRow {
   bool direct;                       // this process reads the row where it lies
 };
 
+struct Gap {
+  uint32_t begin, end;  // positions
+};
+
 struct PeerOutput {
   void* data;
   uint32_t begin, end;  // positions
@@ -109,6 +113,9 @@ struct alignas(16) PeerCall {
   uint8_t place[kPeerMaxRanks];                                 // its place among those its owner hosts
   uint8_t slot[kPeerMaxRanks];                                  // of staging
   uint32_t need_begin[kPeerMaxRanks], need_end[kPeerMaxRanks];  // positions of each that others than its owner read
+  // Between two processes: what the peer, and what this one, does not read between positions that it does. Stretches
+  // inside are neither sent nor awaited. Else empty.
+  Gap peer_gap, own_gap;
 
   PeerFailure* failure;
   int64_t timeout_ns;

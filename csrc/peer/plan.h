@@ -5,7 +5,7 @@
 
 namespace shardsum {
 
-constexpr int64_t kPlanVersion = 5;
+constexpr int64_t kPlanVersion = 6;
 
 struct Plan {
   PeerCall call{};
@@ -31,6 +31,7 @@ void read_shape(Words& w, PeerCall& c) {
   w.take(c.move), w.take(c.two_shot), w.take(c.push), w.take(c.write), w.take(c.mean), w.take(c.has_scale);
   c.scale = as_double(w.take());
   w.take(c.size), w.take(c.width);
+  w.take(c.peer_gap.begin), w.take(c.peer_gap.end), w.take(c.own_gap.begin), w.take(c.own_gap.end);
 }
 
 template <class Words>

@@ -42,6 +42,11 @@ __host__ __device__ inline Range needed_part(const PeerCall& c, int rank, Range 
   return clip(range, c.need_begin[rank] * c.width & ~last, (c.need_end[rank] * c.width + last) & ~last);
 }
 
+// Whether elements [begin, end), at least one, lie in a gap.
+__host__ __device__ inline bool is_inside(const PeerCall& c, Gap gap, int64_t begin, int64_t end) {
+  return gap.begin * c.width <= begin && end <= gap.end * c.width;
+}
+
 // Source i, whose row has `length` positions from `start`.
 __host__ __device__ inline HeldRow describe_held(const PeerCall& c, int i, uint32_t start, uint32_t length) {
   const PeerSource& source = c.sources[i];

@@ -25,6 +25,13 @@ struct Deal {
   }
 };
 
+// Whether a stretch is neither sent nor awaited, of no row.
+__device__ __forceinline__ bool is_skipped(const PeerCall& c, Gap gap, int stretch) {
+  const int elements = kStretchBytes / c.in_bytes;
+  const int64_t begin = c.chunk_begin + int64_t(stretch) * elements;
+  return is_inside(c, gap, begin, begin + elements);
+}
+
 __device__ __forceinline__ Range hull(Range a, Range b) {
   if (a.begin >= a.end) return b;
   if (b.begin >= b.end) return a;
@@ -68,6 +75,7 @@ __device__ __forceinline__ void push_stretches(const PeerCall& c, const Shared& 
   for (int i = 0; i < c.num_sources; ++i) sent = hull(sent, pushed_part(c, i));
 #pragma unroll 1
   for (Deal stretch(c, sent, worker); stretch.next < stretch.end; stretch.next += stretch.step) {
+    if (is_skipped(c, c.peer_gap, stretch.next)) continue;
 #pragma unroll 1
     for (int i = 0; i < c.num_sources; ++i)
       push_stretch(c, parity_of(s.epoch), i, c.num_sources == 1 ? sent : pushed_part(c, i), stretch.next);
@@ -290,7 +298,7 @@ __device__ __forceinline__ void sum_stretches(const PeerCall& c, Shared& s, Work
     for (Deal stretch(c, far ? s.far : s.wanted, worker); stretch.next < stretch.end; stretch.next += stretch.step) {
       const int64_t begin = c.chunk_begin + int64_t(stretch.next) * kElements;
       const Span span{begin, begin + kElements};
-      if (span.meets(s.far.begin, s.far.end) != far) continue;
+      if (span.meets(s.far.begin, s.far.end) != far || (far && is_skipped(c, c.own_gap, stretch.next))) continue;
       if (!sum_stretch<T, Out, kOut>(c, s, stretch.next, span, far)) return;
     }
   }

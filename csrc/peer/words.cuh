@@ -1,10 +1,10 @@
-// Words that say themselves that they are there: what pushed rows travel in (push.cu, stream.cu).
+// 128-bit self-validating words, as in NCCL's LL128: what pushed rows travel in (push.cu, stream.cu).
 //
-// A word of an inbox is one 128-bit access that cannot be torn apart. Before it comes it is empty: all bits set. So
-// data says itself that it is there, as long as no data looks like this. An element of a float dtype whose bits are all
+// A word of an inbox is one 128-bit access that cannot be torn apart. An empty one has all bits set, so any other value
+// is data that has arrived, as long as no data looks like an empty word. An element of a float dtype whose bits are all
 // set is a NaN, and any NaN will do in a sum: a vector whose last 32 bits are all set is sent with the first of them
 // cleared. Three vectors of integers are sent as four words, of which the last 32 bits are zero. Whoever has read a
-// word empties it. Nothing needs a fence, a flag or a round trip, and of floats nothing travels but the rows.
+// word empties it. Nothing needs a fence, a flag or a round trip, and floats need no room beside the data.
 //
 // The flat range is cut into groups of 32 lanes with N vectors each: vector i of lane l is the (32 i + l)-th of its
 // group, and the words of a lane lie likewise, so that a warp's accesses are contiguous. Of floats a vector is sent

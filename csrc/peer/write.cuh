@@ -20,7 +20,7 @@ __device__ __forceinline__ void write_piece(const PeerCall& c, int parity, int p
       for (int k = h.direct; k < c.num_processes; ++k) {  // the peers after this process, round robin
         const int g = c.process + k < c.num_processes ? c.process + k : c.process + k - c.num_processes;
         const Range part = clip(tile, k == 0 ? row.begin : needed.begin, k == 0 ? row.end : needed.end);
-        if (part.begin == part.end) continue;
+        if (part.begin == part.end || (k > 0 && is_inside(c, c.peer_gap, part.begin, part.end))) continue;
         char* staging = c.base[g] + c.staging_at + parity * c.staging_bytes;
         copy_bytes<false>(staging + h.staged_origin, h.origin, part.begin * c.in_bytes, part.end * c.in_bytes, worker);
       }

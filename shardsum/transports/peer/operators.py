@@ -39,7 +39,7 @@ FAILED, WARY, NUMBER = 1 << 62, 1 << 61, (1 << 48) - 1
 #: The most dimensions of a position that ``peer_bind`` takes.
 MAX_ROW_DIMS = 15
 #: The layout of a plan's words (csrc/peer/plan.h).
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 
 #: csrc/row_table.h
 DTYPE_CODES = {

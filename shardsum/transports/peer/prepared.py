@@ -13,7 +13,7 @@ from torch import Tensor
 from ...core.layout import ExchangePlan
 from .layout import MAX_HOSTED, MAX_RANKS, MemoryLayout
 from .operators import MAX_ROW_DIMS, PLAN_VERSION, peer_bind, peer_run
-from .shapes import Message, Shape, needed
+from .shapes import Message, Shape, gap_of, needed
 from .tuning import Tuning
 
 
@@ -155,7 +155,7 @@ def plan_words(
         (PLAN_VERSION, 0, addresses.host, shape.chunk, signature),
         (*codes, m.in_bytes, m.out_bytes, m.move, shape.two_shot, shape.push, shape.write),
         (mean, scale is not None, scale_bits),
-        (m.size, m.width),
+        (m.size, m.width, *gap_of(plan, 1 - rank), *gap_of(plan, rank)),
         (t.tile, t.stretch, t.stretches_per_tile, t.columns, t.tiles_per_piece, t.blocks, at.max_blocks),
         (tuning.threads, shape.producers),
         (at.stages_at, at.abort_at, staging_at, at.reduced_at),

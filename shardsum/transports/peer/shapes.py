@@ -7,6 +7,7 @@ tiles. Counts are elements unless a name says bytes; an "element" of a movement 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from ...core.layout import ExchangePlan, Interval, intersect, length
@@ -123,6 +124,15 @@ def needed(plan: ExchangePlan, source: int, interval: Interval) -> Interval:
     parts = [intersect(interval, wanted) for b in others for wanted in plan.wanted(b)]
     parts = [p for p in parts if length(p)]
     return (min(b for b, _ in parts), max(e for _, e in parts)) if parts else (0, 0)
+
+
+def gap_of(plan: ExchangePlan, process: int) -> Interval:
+    """Of two processes: the largest gap between positions that ``process`` wants; else an empty one."""
+    if plan.world_size != 2:
+        return 0, 0
+    wanted = plan.wanted(process)
+    gaps = [(a, b) for (_, a), (b, _) in pairwise(wanted)]
+    return max(gaps, key=length, default=(0, 0))
 
 
 def choose_way(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: bool | None = None) -> Way:

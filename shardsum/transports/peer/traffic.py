@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...core.layout import ExchangePlan, length
+from ...core.layout import ExchangePlan, intersect, length
 from .layout import MemoryLayout
-from .shapes import Way, choose_way, describe_message, needed
+from .shapes import Way, choose_way, describe_message, gap_of, needed
 from .tuning import Tuning
 
 
@@ -29,14 +29,18 @@ def predict(
     floats: bool = True,
 ) -> Traffic:
     """What is read is what its reader wants. What is pushed or written is the hull of what others want of a row, and
-    goes to all of them."""
+    goes to all of them; between two processes, unless it is small, without the largest gap in what the other wants
+    (up to a few KiB at its ends)."""
     way = choose_way(describe_message(plan, width, in_bytes, out_bytes, move, floats), layout, tuning)
     if way == "two-shot":
         return _two_shot(plan, width * in_bytes, width * out_bytes)
     if way == "read":
         sent = tuple(plan.egress(p) * width * in_bytes for p in range(plan.world_size))
         return Traffic(way, sent, tuple(plan.ingress(p) * width * in_bytes for p in range(plan.world_size)))
-    parts = [length(needed(plan, r, held)) * width * in_bytes for r, held in enumerate(plan.sources)]
+    parts = []
+    for r, held in enumerate(plan.sources):
+        hull, gap = needed(plan, r, held), gap_of(plan, 1 - plan.source_owners[r]) if way != "push" else (0, 0)
+        parts.append((length(hull) - length(intersect(hull, gap))) * width * in_bytes)
     given = [sum(parts[r] for r in plan.hosted_sources(p)) for p in range(plan.world_size)]
     return Traffic(way, tuple(n * (plan.world_size - 1) for n in given), tuple(sum(given) - n for n in given))
 
