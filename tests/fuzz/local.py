@@ -66,7 +66,7 @@ def _ragged(rng: np.random.Generator, kind: Kind, trailing: tuple[int, ...], fin
     g = random(rng, (size, *trailing), finish.out)
     y.backward(to_torch(g, finish.out))
     counts = oracle.counts_of(lengths, begins, size)
-    whole = oracle.gradient([g], [0], counts, g.shape, kind, finish)
+    whole = oracle.local_gradient(g, counts, kind, finish)
     for r, (n, begin) in enumerate(zip(lengths, begins)):
         actual = shards[r].grad if isinstance(shards, list) else shards.grad[r]
         want = np.zeros((len(actual), *trailing), kind.stored)

@@ -59,6 +59,12 @@ def gradient(
     return rounded(_divided(acc, counts, kind, finish), kind)
 
 
+@np.errstate(all="ignore")
+def local_gradient(cotangent: Array, counts: Array, kind: Kind, finish: Finish) -> Array:
+    """Of every position of a local sum: the one cotangent, a copy and no sum (-0.0 stays), then what the sum did."""
+    return rounded(_divided(widened(cotangent, finish.out).astype(kind.accumulator), counts, kind, finish), kind)
+
+
 def counts_of(lengths: Sequence[int], begins: Sequence[int], size: int) -> Array:
     count = np.zeros(size, np.int64)
     for length, begin in zip(lengths, begins):
