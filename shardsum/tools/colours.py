@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 
+#: Matplotlib's usual ten, written out: its names for them ("C0") cannot make a cycle.
+_TEN = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f #bcbd22 #17becf".split()
+
+
 def distinct_colours(count: int) -> list[Any]:
     """``count`` colours, all different: matplotlib's usual ten, or, for more, as many steps around the colour wheel,
     alternately light and dark."""
     from colorsys import hls_to_rgb
 
     if count <= 10:
-        return [f"C{i}" for i in range(count)]
+        return _TEN[:count]
     return [hls_to_rgb(i / count, 0.35 + 0.25 * (i % 2), 0.75) for i in range(count)]
