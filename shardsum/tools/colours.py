@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-
 #: Matplotlib's usual ten, written out: its names for them ("C0") cannot make a cycle.
-_TEN = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f #bcbd22 #17becf".split()
+_TEN = ["#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"]
 
 
 def distinct_colours(count: int) -> list[Any]:
