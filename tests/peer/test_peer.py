@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardsum.core import reference
@@ -64,12 +64,13 @@ def layout_of(
 
 
 @st.composite
-def messages(draw: st.DrawFn) -> tuple[Message, MemoryLayout, Tuning, bool | None]:
+def messages(draw: st.DrawFn, two_shot: bool = False) -> tuple[Message, MemoryLayout, Tuning, bool | None]:
+    """``two_shot``: only what can go in two rounds, that is sums that every process gets."""
     world_size, rows = draw(st.integers(2, 9)), draw(st.integers(1, 4))
-    move, replicated = draw(st.booleans()), draw(st.booleans())
+    move, replicated = (False, True) if two_shot else (draw(st.booleans()), draw(st.booleans()))
     in_bytes = 1 if move else draw(st.sampled_from([1, 2, 4, 8]))
     out_bytes = {1: 8, 2: draw(st.sampled_from([2, 4, 8])), 4: draw(st.sampled_from([2, 4])), 8: 8}[in_bytes]
-    size, width = draw(st.integers(0, 30000)), draw(st.sampled_from([1, 3, 8, 100, 1000]))
+    size, width = draw(st.integers(int(two_shot), 30000)), draw(st.sampled_from([1, 3, 8, 100, 1000]))
     extent = size if replicated else draw(st.integers(0, size))
     longest = size if replicated else draw(st.integers(0, size))
     floats = not move and in_bytes > 1 and draw(st.booleans())
@@ -119,12 +120,13 @@ def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
 
 
 @settings(deadline=None, max_examples=200)
-@given(messages())
+@given(
+    messages(two_shot=True)
+)  # not an assumption: three of four examples would be thrown away, and a health check fail
 def test_written_parts_lie_side_by_side_in_their_slot(case: tuple) -> None:
     """The addresses of csrc/peer/parts.cuh: `slot_origin` + `tile_shift` + an element, from the slot's begin."""
     m, layout, tuning, _ = case
     total, world_size = m.size * m.width, layout.world_size
-    assume(total and m.replicated and not m.move)
     shape = peer_plan.choose_shape(m, layout, tuning, True)
     tile, part = shape.tiles.tile, shape.tiles.tile // world_size
     for begin in {0, (shape.launches(m) - 1) * shape.chunk}:  # the first and the last launch
