@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,15 @@ def documents() -> list[dict[str, list[int]]]:
     return [{"input_ids": torch.randint(0, 61, (n,), generator=g).tolist()} for n in (5, 9, 3, 14, 2, 7, 11, 6) * 3]
 
 
-def _train(rank: int, world_size: int, folder: str, share: int | None, batch_size: int) -> torch.Tensor:
-    """The weights after two optimizer steps; ``share`` processes share a sequence, None is transformers alone."""
+def _as_torchrun_does(rank: int, world_size: int) -> None:
+    torch.set_num_threads(1)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     os.environ.update(zip(names, map(str, (rank, rank, world_size, world_size))))
-    torch.set_num_threads(1)
+
+
+def _train(rank: int, world_size: int, folder: str, share: int | None, batch_size: int) -> torch.Tensor:
+    """The weights after two optimizer steps; ``share`` processes share a sequence, None is transformers alone."""
+    _as_torchrun_does(rank, world_size)
     model = make_model("llama")
     model.config.use_cache = False  # else transformers lets packed documents attend to each other
     fixed: dict[str, Any] = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
@@ -65,3 +70,16 @@ def test_trains_as_one_process_does(tmp_path: Path) -> None:
         found = run_processes(_train, world_size, str(tmp_path), share, batch_size)
         assert all(torch.equal(x, found[0]) for x in found)
         torch.testing.assert_close(found[0], alone, rtol=0, atol=1e-6)
+
+
+def _example(rank: int, world_size: int, folder: str) -> tuple[list[float], str]:
+    _as_torchrun_does(rank, world_size)
+    sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
+    import train_trainer
+
+    return train_trainer.train(folder, 2)
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    (losses, digest), other = run_processes(_example, 2, str(tmp_path))
+    assert 5 < losses[1] < losses[0] < 6 and other == (losses, digest)
