@@ -11,7 +11,7 @@ mask tensor        the kernel reads a bool mask, then what it selects
 constant memory    the same with the mask in __constant__ memory
 compiled bits      the mask is part of the code: other lengths need another kernel
 arguments          lengths as kernel arguments
-shardsum           sum_padded with host lengths, what ragged_sum calls
+shardsum           ragged_sum with host lengths
 device lengths     sum_padded_device: lengths in a tensor, read by the kernel
 compile            torch.compile of out.copy_((x * mask).sum(0))
 """
@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+from shardsum import ragged_sum
 from shardsum.core import reference
 from shardsum.local import kernels
 from shardsum.native import loader as native
@@ -80,7 +81,7 @@ def main() -> None:
     compiled = torch.compile(lambda x, out: out.copy_((x * mask).sum(0)), dynamic=False)
     calls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
         **{name: variant(i) for i, name in enumerate(VARIANTS)},
-        "shardsum": lambda x, out: kernels.sum_padded(out, x, [], LENGTHS, False, None, False),
+        "shardsum": lambda x, out: ragged_sum(x, LENGTHS, out=out),
         "device lengths": lambda x, out: kernels.sum_padded_device(out, x, None, ends, False, None, False),
         "compile": compiled,
     }

@@ -5,11 +5,16 @@
 
 One process: ragged sums of R shards padded to S positions of fp32, against torch (m: the float mask (R, S)).
 
+MaskedSum                    MaskedSum.from_lengths called as a module, with and without out=; "forward": its forward
+                             alone, without what torch.nn.Module adds; "gaps": of a mask that is no set of lengths
+module eager                 a torch.nn.Module that computes (x * m).sum(0)
 out=, allocating, mean       shardsum.ragged_sum with a list of lengths
 new lengths, out=            the same with a list that has not come for 400 calls
 tensor, out=                 the same with lengths in a tensor on the CPU
 shards, out=                 the same with a list of whole shards instead of a padded tensor
+masked_sum                   shardsum.masked_sum with the mask of "gaps"
 eager out=, eager            torch.sum(x * m, 0, out=out), (x * m).sum(0)
+stack                        torch.stack(list of padded shards).sum(0), without a mask
 loop                         out.zero_(), then out[:length_r].add_(x[r, :length_r]) for every rank
 compile                      torch.compile of out.copy_((x * m).sum(0))
 
@@ -34,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardsum import ShardGroup, ragged_sum
+from shardsum import MaskedSum, ShardGroup, masked_sum, ragged_sum
 from shardsum.core import bits, reference
 from shardsum.native import loader as native
 from shardsum.tools.bench.rows import environment
@@ -84,16 +89,31 @@ def local_sums(lengths: list[int], size: int, device: torch.device, skip: Sequen
             out[:n].add_(x[r, :n])
         return out
 
-    shards = [x[r, :n] for r, n in enumerate(lengths)]
+    class Eager(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * mask).sum(0)
+
+    shards, padded, module = [x[r, :n] for r, n in enumerate(lengths)], list(x), Eager()
+    held = MaskedSum.from_lengths(lengths, size)
+    gaps = mask.bool()
+    gaps[:, ::3] = False
+    gapped = MaskedSum(gaps.cpu()).to(device)
     calls: Calls = {
+        "MaskedSum out=": lambda: held(x, out),
+        "MaskedSum": lambda: held(x),
+        "MaskedSum.forward": lambda: held.forward(x),
+        "MaskedSum, gaps": lambda: gapped(x),
+        "module eager": lambda: module(x),
         "out=": lambda: ragged_sum(x, lengths, out=out),
         "allocating": lambda: ragged_sum(x, lengths),
         NEW: lambda: ragged_sum(x, next(new), out=out),
         "tensor, out=": lambda: ragged_sum(x, vector, out=out),
         "shards, out=": lambda: ragged_sum(shards, size=size, out=out),
         "mean, out=": lambda: ragged_sum(x, lengths, op="mean", out=out),
+        "masked_sum, gaps": lambda: masked_sum(x, gaps),
         "eager out=": lambda: torch.sum(x * mask, 0, out=out),
         "eager": lambda: (x * mask).sum(0),
+        "stack": lambda: torch.stack(padded).sum(0),
         "loop": loop,
         "compile": lambda: compiled(x, mask, out),
     }
@@ -102,8 +122,12 @@ def local_sums(lengths: list[int], size: int, device: torch.device, skip: Sequen
         op = "mean" if "mean" in name else "sum"
         rows = [x[r, :n].cpu() for r, n in enumerate(others[0] if name == NEW else lengths)]
         want = reference.ragged_sum(rows, [0] * len(rows), size, op=op, out_dtype=torch.float32)
+        if "gaps" in name:
+            want = reference.masked_sum(x.cpu(), gaps.cpu(), out_dtype=torch.float32)
+        elif name == "stack":
+            want = reference.ragged_sum(list(x.cpu()), [0] * len(rows), size, out_dtype=torch.float32)
         got = call().cpu()
-        if name in ("out=", "allocating", NEW, "tensor, out=", "shards, out=", "mean, out="):
+        if name not in ("module eager", "eager out=", "eager", "stack", "loop", "compile"):
             assert bits.equal(got, want), f"{name}: {bits.first_difference(got, want)}"
         torch.testing.assert_close(got, want)
     return calls

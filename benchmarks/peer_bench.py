@@ -32,7 +32,7 @@ from torch.distributed import _symmetric_memory as symmetric
 
 from shardsum.core import bits, reference
 from shardsum.core.layout import ExchangePlan, Interval, intervals_of, split_evenly
-from shardsum.local import kernels
+from shardsum.local.functional import ragged_sum
 from shardsum.native import loader as native
 from shardsum.transports.peer.operators import peer_call
 from shardsum.transports.peer.transport import PeerTransport, Tuning
@@ -191,11 +191,11 @@ class Bench:
     def gather_and_sum(self, size: int, profile: str, lengths: list[int]) -> None:
         x, exact = self.padded(size, lengths, torch.bfloat16)
         everyone = x.new_empty((self.world_size, *x.shape))
-        out, starts = torch.empty_like(x), [0] * self.world_size
+        out = torch.empty_like(x)
 
         def run(i: int) -> None:
             dist.all_gather_into_tensor(everyone.view(-1, WIDTH), x)
-            kernels.sum_padded(out, everyone, starts, lengths, False, None, False)
+            ragged_sum(everyone, lengths, out=out)
 
         run(0)
         wrong = self.differing(out, exact.float().to(torch.bfloat16)) if self.world_size == 2 else "-"
@@ -208,11 +208,11 @@ class Bench:
         part = x.shape[0] // self.world_size
         received, out = torch.empty_like(x), torch.empty_like(x)
         mine = out[self.rank * part : (self.rank + 1) * part]
-        whole, starts = [part] * self.world_size, [0] * self.world_size
+        whole = [part] * self.world_size
 
         def run(i: int) -> None:
             dist.all_to_all_single(received, x)
-            kernels.sum_padded(mine, received.view(self.world_size, part, WIDTH), starts, whole, False, None, False)
+            ragged_sum(received.view(self.world_size, part, WIDTH), whole, out=mine)
             dist.all_gather_into_tensor(out, mine)
 
         run(0)

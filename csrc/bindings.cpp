@@ -1,11 +1,8 @@
 // The operators of shardsum/local/kernels.py for CPU and CUDA tensors: arguments in, one row table out to a kernel.
 //
 // Python has checked shapes, dtypes and devices and raised its own errors; the checks here only keep a wrong call
-// from reading foreign memory. (Except those of checked.h, which check everything.) PyTorch's stable ABI and CPython's
-// are all that is used, so one library serves torch 2.11 and Python 3.10, and later ones.
-#include "again.h"
-#include "checked.h"
-#include "usual.h"
+// from reading foreign memory. PyTorch's stable ABI is all that is used, so one library serves torch 2.11 and later.
+#include "plan.h"
 
 namespace shardsum {
 namespace {
@@ -61,17 +58,6 @@ void sum_rows_carry(StableIValue* stack, uint64_t, uint64_t) {
   STD_TORCH_CHECK(carried >= 0 && carried <= INT32_MAX, "shardsum: ", carried, " carried contributions");
   finish.carried = static_cast<int32_t>(carried);
   sum_row_list<Device>(out.view(), carry, rows, starts, finish);
-}
-
-template <class Device>
-void sum_padded(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorArg out(stack[0]), x_arg(stack[1]);
-  const IntListArg starts(stack[2]), lengths(stack[3]);
-  const Finish finish = take_finish(stack + 4);
-  const TensorView x = x_arg.view();
-  STD_TORCH_CHECK(x.dim() >= 2 && lengths.size() == x.size(0), "shardsum: x and lengths differ in rows");
-  STD_TORCH_CHECK(starts.size() == 0 || starts.size() == lengths.size(), "shardsum: starts and lengths differ");
-  sum_padded_rows<Device>(out.view(), x, starts.size() ? starts.data() : nullptr, lengths.data(), finish);
 }
 
 struct DevicePaddedArgs {
@@ -137,36 +123,16 @@ void sum_padded_device(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 template <class Device>
-void sum_masked(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorArg out_arg(stack[0]), x_arg(stack[1]), mask_arg(stack[2]);
-  const Finish finish = take_finish(stack + 3);
-
-  const TensorView out = out_arg.view(), x = x_arg.view(), mask = mask_arg.view();
-  const SumArgs args = describe(out, x, x.size(0), finish);
-  check_padded(x, args);
-  const bool bits = mask.dtype_code() == aoti_torch_dtype_int32();
-  STD_TORCH_CHECK(bits || mask.dtype_code() == aoti_torch_dtype_bool(), "shardsum: mask is neither bool nor int32");
-  STD_TORCH_CHECK(Device::owns(out) && Device::owns(x) && Device::owns(mask), "shardsum: x or mask on another device");
-  STD_TORCH_CHECK(mask.dim() == 2 && mask.size(0) == x.size(0) && x.size(1) == args.size &&
-                      mask.size(1) == (bits ? (args.size + 31) / 32 : args.size) && mask.is_contiguous_from(1),
-                  "shardsum: mask does not fit x");
-  if (args.size * args.width == 0) return;
-  Device(out).sum_masked(args, x.data(), x.stride(0), Mask{mask.data(), mask.stride(0), bits});
-}
-
-template <class Device>
 void register_operators(torch::stable::detail::StableLibrary& m) {
   m.impl("sum_rows", &sum_rows<Device>);
   m.impl("sum_rows_carry", &sum_rows_carry<Device>);
-  m.impl("sum_padded", &sum_padded<Device>);
   m.impl("sum_padded_device", &sum_padded_device<Device>);
-  m.impl("sum_masked", &sum_masked<Device>);
-  m.impl("sum_checked", &sum_checked<Device, false>);
-  m.impl("sum_checked.lengths", &sum_checked<Device, true>);
-  m.impl("sum_checked.list", &sum_checked_list<Device>);
-  m.impl("sum_checked_new", &sum_checked_new<Device, false>);
-  m.impl("sum_checked_new.lengths", &sum_checked_new<Device, true>);
-  m.impl("sum_checked_new.list", &sum_checked_new_list<Device>);
+  m.impl("sum_plan", &sum_plan<Device, PaddedShards>);
+  m.impl("sum_plan.list", &sum_plan<Device, ListedShards>);
+  m.impl("sum_plan.masked", &sum_plan<Device, MaskedShards>);
+  m.impl("sum_plan_new", &sum_plan_new<Device, PaddedShards>);
+  m.impl("sum_plan_new.list", &sum_plan_new<Device, ListedShards>);
+  m.impl("sum_plan_new.masked", &sum_plan_new<Device, MaskedShards>);
 }
 
 }  // namespace
@@ -193,15 +159,3 @@ SHARDSUM_EXPORT int shardsum_has_cuda() {
   return 0;
 #endif
 }
-
-// Builtin functions for shardsum/native/loader.py, each a new reference.
-#define SHARDSUM_FUNCTION(name)                                                \
-  SHARDSUM_EXPORT PyObject* shardsum_##name() {                                \
-    static PyMethodDef method{#name, &shardsum::name, METH_FASTCALL, nullptr}; \
-    return PyCFunction_NewEx(&method, nullptr, nullptr);                       \
-  }
-SHARDSUM_FUNCTION(call_with)
-SHARDSUM_FUNCTION(pack)
-SHARDSUM_FUNCTION(are_plain)
-SHARDSUM_FUNCTION(make_again)
-SHARDSUM_FUNCTION(make_usual_sum)

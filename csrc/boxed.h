@@ -25,6 +25,7 @@ class TensorView {
     check(aoti_torch_get_sizes(handle, &sizes_), "sizes");
     check(aoti_torch_get_dim(handle, &dim_), "dim");
   }
+  AtenTensorHandle handle() const { return handle_; }
   int64_t dim() const { return dim_; }
   const int64_t* sizes() const { return sizes_; }
   int64_t size(int64_t d) const { return sizes_[d]; }
@@ -49,6 +50,7 @@ class TensorView {
     if (std::find(sizes_ + first, sizes_ + dim_, 0) != sizes_ + dim_) return true;
     int64_t* strides = nullptr;
     check(aoti_torch_get_strides(handle_, &strides), "strides");
+    if (width(first) == 0) return true;
     int64_t expected = 1;
     for (int64_t d = dim_ - 1; d >= first; --d) {
       if (sizes_[d] != 1 && strides[d] != expected) return false;
@@ -125,6 +127,7 @@ class TensorArg {
     handle_ = nullptr;
     return value;
   }
+  AtenTensorHandle handle() const { return handle_; }
   TensorView view() const { return TensorView(handle_); }
 
  private:
@@ -155,7 +158,7 @@ class TensorListArg {
     torch_delete_list(list_);
   }
   int64_t size() const { return handles_.size(); }
-  TensorView operator[](int64_t i) { return TensorView(handles_[i]); }
+  TensorView operator[](int64_t i) const { return TensorView(handles_[i]); }
 
  private:
   StableListHandle list_;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <utility>
 
 #include "boxed.h"
 #include "row_table.h"
@@ -14,24 +13,27 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace shardsum {
 
+// PyTorch's code of every DType, in its order.
+inline const std::array<int32_t, 10>& dtype_codes() {
+  static const std::array<int32_t, 10> codes{
+      aoti_torch_dtype_float16(), aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float32(), aoti_torch_dtype_float64(),
+      aoti_torch_dtype_uint8(),   aoti_torch_dtype_int8(),     aoti_torch_dtype_int16(),   aoti_torch_dtype_int32(),
+      aoti_torch_dtype_int64(),   aoti_torch_dtype_bool()};
+  return codes;
+}
+
+// `dtype`: a DType that was read from a plan.
+inline int32_t dtype_code(int64_t dtype) {
+  STD_TORCH_CHECK(dtype >= 0 && dtype < int64_t(dtype_codes().size()), "shardsum: not a dtype: ", dtype);
+  return dtype_codes()[dtype];
+}
+
 inline DType dtype_of(const TensorView& tensor) {
-  static const std::array<std::pair<int32_t, DType>, 10> codes{{
-      {aoti_torch_dtype_float32(), DType::kFloat32},
-      {aoti_torch_dtype_bfloat16(), DType::kBFloat16},
-      {aoti_torch_dtype_float16(), DType::kFloat16},
-      {aoti_torch_dtype_float64(), DType::kFloat64},
-      {aoti_torch_dtype_int64(), DType::kInt64},
-      {aoti_torch_dtype_int32(), DType::kInt32},
-      {aoti_torch_dtype_int16(), DType::kInt16},
-      {aoti_torch_dtype_int8(), DType::kInt8},
-      {aoti_torch_dtype_uint8(), DType::kUInt8},
-      {aoti_torch_dtype_bool(), DType::kBool},
-  }};
   const int32_t code = tensor.dtype_code();
-  for (const auto& [known, dtype] : codes) {
-    if (known == code) return dtype;
-  }
-  STD_TORCH_CHECK(false, "shardsum: dtype code ", code, " has no native kernel");
+  const auto& codes = dtype_codes();
+  const auto found = std::find(codes.begin(), codes.end(), code);
+  STD_TORCH_CHECK(found != codes.end(), "shardsum: dtype code ", code, " has no native kernel");
+  return static_cast<DType>(found - codes.begin());
 }
 
 // The table of shardsum/core/numerics.py.
@@ -112,6 +114,12 @@ inline StableIValue empty_on(const TensorView& x, const int64_t* sizes, int64_t 
   return torch::stable::detail::from(handle);
 }
 
+inline StableIValue contiguous_copy(const TensorView& x) {
+  TensorArg copy(empty_on(x, x.sizes(), x.dim(), x.dtype_code()));
+  check(aoti_torch_copy_(copy.handle(), x.handle(), 0), "copy");
+  return copy.release();
+}
+
 struct Cpu {
   static bool owns(const TensorView& tensor) { return tensor.device_type() == aoti_torch_device_type_cpu(); }
   explicit Cpu(const TensorView&) {}
@@ -162,22 +170,5 @@ class Cuda {
   std::optional<TensorArg> workspace_;
 };
 #endif
-
-// A length for each row of x; starts: null where every row starts at 0.
-template <class Device>
-inline void sum_padded_rows(const TensorView& out, const TensorView& x, const int64_t* starts, const int64_t* lengths,
-                            const Finish& finish) {
-  const SumArgs args = describe(out, x, x.size(0), finish);
-  check_padded(x, args);
-  STD_TORCH_CHECK(Device::owns(x), "shardsum: x is on another device");
-  const char* data = static_cast<const char*>(x.data());
-  const int64_t row_bytes = x.stride(0) * element_size(args.in_dtype), capacity = x.size(1);
-  Table<Row> table(args.num_rows);
-  for (int64_t r = 0; r < args.num_rows; ++r) {
-    STD_TORCH_CHECK(lengths[r] >= 0 && lengths[r] <= capacity, "shardsum: length ", lengths[r], " of row ", r);
-    table[r] = clip(data + r * row_bytes, starts ? starts[r] : 0, lengths[r], args);
-  }
-  if (args.size * args.width > 0) Device(out).sum_rows(args, table.data());
-}
 
 }  // namespace shardsum

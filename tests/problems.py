@@ -1,4 +1,4 @@
-"""Random problems of the local sums: shards in every dtype and layout, bounds, numerics."""
+"""Random problems of the local sums: shards in every dtype and layout, bounds, numerics; and their raw operators."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 from hypothesis import strategies as st
 
 from shardsum.core.numerics import resolve_out_dtype
+from shardsum.local import kernels
+from shardsum.local.plan import SumPlan
 from tests.values import FLOATS, INTEGERS, random_values
 
 
@@ -43,3 +45,25 @@ def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "transposed" and x.dim() > 2:
         return x.transpose(1, -1).contiguous().transpose(1, -1)
     return x
+
+
+def sum_padded(
+    out: torch.Tensor, x: torch.Tensor, starts: list[int], lengths: list[int], mean: bool = False,
+    scale: float | None = None, accumulate: bool = False, firsts: list[int] | None = None,
+) -> None:  # fmt: skip
+    """The raw operator by a plan of these rows, cut to out's positions; ``starts`` and ``firsts`` empty: all 0."""
+    zeros, size = [0] * len(lengths), out.shape[0]
+    rows = []
+    for start, first, n in zip(starts or zeros, firsts or zeros, lengths):
+        begin, end = max(start, 0), min(start + n, size)
+        rows.append((begin, first + begin - start, end - begin) if begin < end else (0, 0, 0))
+    plan = SumPlan(rows, size, None, "mean" if mean else "sum", scale, None, accumulate)
+    kernels.sum_plan(out, x, plan.words())
+
+
+def sum_masked(
+    out: torch.Tensor, x: torch.Tensor, mask: torch.Tensor, mean: bool = False, scale: float | None = None,
+    accumulate: bool = False,
+) -> None:  # fmt: skip
+    plan = SumPlan((), None, None, "mean" if mean else "sum", scale, None, accumulate)
+    kernels.sum_plan_masked(out, x, mask, plan.words())

@@ -267,8 +267,9 @@ CpuKernels kernels(DType in, DType out) {
     case DType::kFloat64:
       return out == DType::kFloat32 ? pair<double, float>() : pair<double, double>();
     case DType::kUInt8:
-    case DType::kBool:
       return pair<uint8_t, int64_t>();
+    case DType::kBool:
+      return pair<Bool, int64_t>();
     case DType::kInt8:
       return pair<int8_t, int64_t>();
     case DType::kInt16:

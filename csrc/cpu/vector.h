@@ -87,6 +87,21 @@ struct Element {  // integers and bool: added unsigned, so that they wrap
   }
 };
 
+// One byte; any that is not 0 counts as 1.
+struct Bool {
+  uint8_t bits;
+};
+template <>
+struct Element<Bool> {
+  using Acc = uint64_t;
+  using Bits = uint8_t;
+  template <class, int kLanes>
+  static Vec<uint64_t, kLanes> widened(Vec<uint8_t, kLanes> v) {
+    const Vec<uint8_t, kLanes> one = Vec<uint8_t, kLanes>{} + 1;
+    return Element<uint8_t>::widened<uint64_t, kLanes>(v < one ? v : one);
+  }
+};
+
 template <class T>
 struct Float {
   using Acc = T;

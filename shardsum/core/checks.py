@@ -135,8 +135,30 @@ def check_shards(shards: Sequence[Tensor], first_rank: Sequence[int] | None = No
 
 def check_writable(out: Tensor) -> None:
     """Raise ValueError when elements of ``out`` share memory."""
-    if any(stride == 0 and n > 1 for n, stride in zip(out.shape, out.stride())):
-        raise ValueError(f"out: is expanded (strides {out.stride()}); several elements share one place in memory")
+    if not has_distinct_elements(out):
+        how = "is expanded" if 0 in out.stride() else "overlaps itself"
+        raise ValueError(
+            f"out: {how} (shape {tuple(out.shape)}, strides {out.stride()}); several elements share one place in memory"
+        )
+
+
+def has_distinct_elements(x: Tensor) -> bool:
+    """Whether no two elements of a strided tensor lie at one place in memory."""
+    if x.numel() < 2 or x.is_contiguous():
+        return True
+    dims = sorted((stride, n) for n, stride in zip(x.shape, x.stride()) if n > 1)
+    reach, nested = 0, True
+    for stride, n in dims:
+        nested = nested and stride > reach  # a step passes over all that the smaller strides reach
+        reach += stride * (n - 1)
+    if nested:
+        return True
+    if dims[0][0] == 0 or reach + 1 < x.numel():
+        return False
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
+    for stride, n in dims:
+        places = places[..., None] + stride * torch.arange(n, device="cpu")
+    return places.unique().numel() == x.numel()
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:

@@ -14,6 +14,7 @@ integers, bool          int64        int64 (wraps modulo 2^64)
 
 from __future__ import annotations
 
+import struct
 from numbers import Real
 
 import torch
@@ -70,18 +71,34 @@ def resolve_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torc
 
 
 def check_op(op: str, scale: float | None, dtype: torch.dtype) -> float | None:
-    """``scale`` as a float; ValueError unless it is a number, ``op`` is "sum" or "mean", and mean and scale are used on
-    floating dtypes only. A Tensor is refused: its gradient would be lost."""
+    """``scale`` as a float, checked with ``op`` for shards of ``dtype``.
+
+    Raises:
+        ValueError: ``op`` is not "sum" or "mean"; mean or scale of integers; ``scale`` is not a number (a Tensor's
+            gradient would be lost), or one that is finite but not in the accumulator's dtype. (It would turn the 0
+            of every position that nobody contributes to into NaN. An explicit inf or NaN does what IEEE says.)
+    """
     if not isinstance(op, str) or op not in ("sum", "mean"):  # an array equals a text, too
         raise ValueError(f'op: expected "sum" or "mean", got {op!r}')
     if accumulator_dtype(dtype) == torch.int64 and (op == "mean" or scale is not None):
         what = "mean" if op == "mean" else "scale"
         raise ValueError(f"{what} of {dtype} has no exact result; convert the shards to a floating dtype first")
-    if scale is None or torch.compiler.is_compiling():  # may be a symbol there
+    if scale is None or torch.compiler.is_compiling():  # may be a symbol there; the operator sees its value
         return scale
     try:
         if isinstance(scale, Real) and not isinstance(scale, bool):
-            return float(scale)
+            return check_scale(float(scale), dtype)
     except OverflowError:
         pass
     raise ValueError(f"scale: expected a float, got {scale!r}")
+
+
+def check_scale(scale: float, dtype: torch.dtype) -> float:
+    """``scale`` itself; ValueError when it is finite, but not in the dtype in which values of ``dtype`` are added."""
+    acc = accumulator_dtype(dtype)
+    if acc == torch.float32:
+        try:
+            struct.pack("<f", scale)
+        except OverflowError:
+            raise ValueError(f"scale: {scale} is beyond {acc}, in which shards of {dtype} are added") from None
+    return scale

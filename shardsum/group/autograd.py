@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.numerics import accumulator_dtype
-from ..local.ops import finish_gradient
+from ..local.gradients import finish_gradient
 from ..native import loader as native
 from .arguments import NO_BATCHES
 from .terms import Reduce, Terms, flatten, pairs

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..core.layout import Interval, length
 from ..core.numerics import accumulator_dtype
 from ..local import kernels
-from ..local import ops as operators
-from ..local.ops import finish_gradient, readable
+from ..local.gradients import finish_gradient, select
+from ..local.ops import readable, row_contiguous
 from ..native import loader as native
 from .autograd import _TAIL, Exchange, _library, groups, tail_of, terms_of
 from .autograd import exchange as registered_exchange
@@ -88,7 +88,7 @@ class PreparedPadded:
         """
         executor = self._executor
         if executor.wire is None:
-            return operators.row_contiguous(x), lengths.clone()
+            return row_contiguous(x), lengths.clone()
         slots, stride = padded_stride(executor.owners, self._terms)
         row_bytes = x[0].numel() * x.element_size()
         mine = torch.zeros((slots, stride), dtype=torch.uint8, device=x.device)
@@ -209,7 +209,7 @@ def _select(terms: Terms, whole: list[Tensor], lengths: Tensor, all_lengths: Ten
     if end < capacity:
         rows = torch.cat([rows, rows.new_zeros((rows.shape[0], capacity - end, *rows.shape[2:]))], 1)
     valid = torch.arange(capacity, device=device) < lengths[:, None]
-    return operators.select(valid, rows[:, :capacity])
+    return select(valid, rows[:, :capacity])
 
 
 # The registered operator

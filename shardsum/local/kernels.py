@@ -1,8 +1,19 @@
 """The raw operators that csrc/ implements, and their plain-torch fallback.
 
-``out`` is contiguous ``(size, *F)`` and is overwritten (or added to, with ``accumulate``). Callers have checked
-shapes, dtypes and devices: these schemas are the boundary to native code, not an interface for users. None has
-autograd or a fake implementation; :mod:`shardsum.local.functional` wraps them in operators that do.
+These schemas are the boundary to native code, not an interface for users. No operator has autograd or a fake
+implementation; :mod:`shardsum.local.ops` wraps them in operators that do.
+
+Sums by a plan, a CPU int64 tensor that :mod:`shardsum.local.plan` makes. Shards have any layout. The operators check
+all that depends on the tensors and raise a RuntimeError where a call is bad; :mod:`shardsum.local.functional` explains:
+
+sum_plan          into ``out``, contiguous ``(size, *F)``, of x ``(R, S_MAX, *F)``
+sum_plan.list     of a list of shards ``(capacity_r, *F)``
+sum_plan.masked   of x where mask is True: bool ``(R, S_MAX)``, or int32 words ``(R, ceil(S_MAX / 32))``, in which
+                  position j is bit ``j % 32`` of word ``j // 32``; the plan has no rows
+sum_plan_new      the same three into a new tensor
+
+Sums of rows as collectives have them. Callers have checked shapes, dtypes and devices; ``out`` is contiguous
+``(size, *F)`` and is overwritten (or added to, with ``accumulate``):
 
 sum_rows           rows[r] is ``(length_r, *F)``, contiguous, at position ``starts[r]``; what lies outside
                    ``[0, size)`` is dropped (starts may be negative). Read in place.
@@ -10,50 +21,113 @@ sum_rows_carry     the same sum, going on from ``carry``, which has out's shape 
                    elsewhere added up to, unrounded, never -0.0, ``carried`` of them at every position (for the mean).
                    None is +0.0. With ``out`` in that dtype, no mean and no scale, the sum can go on elsewhere; ``out``
                    may be ``carry``.
-sum_padded         x is ``(R, S_MAX, *F)``, each ``x[r]`` contiguous (any stride between them);
-                   ``starts`` empty means all 0.
-sum_padded_device  the same with int32 or int64 tensors on x's device, never synchronised; values are clamped
-                   (csrc/row_table.h).
-sum_masked         mask is bool ``(R, size)``, or int32 words ``(R, ceil(size / 32))``: bit ``j % 32`` of word
-                   ``j // 32``.
-
-Two more are for the usual call with as little of the host's time as possible: ``sum_checked`` is ``sum_padded``
-without starts into any ``out``, and ``sum_checked_new`` allocates the result. They take tensors alone, which cost the
-dispatcher least, and run only through ``native.make_usual_sum``'s function or ``native.call_with(operator, lengths,
-size, mean, scale, *tensors)``, which hand them the rest. ``lengths`` are a list, or a CPU int64 tensor (``_lengths``).
-``_list`` takes whole shards, all from position 0, and ``lengths`` None. ``size`` are the positions of ``out``, -1 for
-the longest shard's or x's, which have to be these (``sum_checked_new_list`` ignores it). They check everything
-themselves except gradients, raise a RuntimeError that says little where a call is bad or unusual, and have no fallback.
+sum_padded_device  x is ``(R, S_MAX, *F)``, each ``x[r]`` contiguous (any stride between them), with int32 or int64
+                   lengths and starts on x's device, never synchronised; values are clamped (csrc/row_table.h).
 
 The native library, once loaded, registers CPU (and CUDA) kernels that take precedence over the fallback here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..core import reference
-from ..core.numerics import resolve_out_dtype
+from ..core.checks import overlap
+from ..core.numerics import check_op, resolve_out_dtype
 from ..native import loader as native
+from .plan import SumPlan
 
 _library = torch.library.Library("shardsum", "FRAGMENT")
 _TAIL = "bool mean, float? scale, bool accumulate) -> ()"
 for _schema in (
+    "sum_plan(Tensor(a!) out, Tensor x, Tensor plan) -> ()",
+    "sum_plan.list(Tensor(a!) out, Tensor[] shards, Tensor plan) -> ()",
+    "sum_plan.masked(Tensor(a!) out, Tensor x, Tensor mask, Tensor plan) -> ()",
+    "sum_plan_new(Tensor x, Tensor plan) -> Tensor",
+    "sum_plan_new.list(Tensor[] shards, Tensor plan) -> Tensor",
+    "sum_plan_new.masked(Tensor x, Tensor mask, Tensor plan) -> Tensor",
     "sum_rows(Tensor(a!) out, Tensor[] rows, int[] starts, " + _TAIL,
     "sum_rows_carry(Tensor(a!) out, Tensor? carry, Tensor[] rows, int[] starts, int carried, bool mean, float? scale) "
     "-> ()",
-    "sum_padded(Tensor(a!) out, Tensor x, int[] starts, int[] lengths, " + _TAIL,
     "sum_padded_device(Tensor(a!) out, Tensor x, Tensor? starts, Tensor lengths, " + _TAIL,
-    "sum_masked(Tensor(a!) out, Tensor x, Tensor mask, " + _TAIL,
-    "sum_checked(Tensor(a!) out, Tensor x) -> ()",
-    "sum_checked.lengths(Tensor(a!) out, Tensor x, Tensor lengths) -> ()",
-    "sum_checked.list(Tensor(a!) out, Tensor[] shards) -> ()",
-    "sum_checked_new(Tensor x) -> Tensor",
-    "sum_checked_new.lengths(Tensor x, Tensor lengths) -> Tensor",
-    "sum_checked_new.list(Tensor[] shards) -> Tensor",
 ):
     _library.define(_schema)
+
+
+# The fallback
+
+
+def _sum_plan_new(x: Tensor, plan: Tensor, out: Tensor | None = None) -> Tensor:
+    if x.dim() < 2 or x.layout != torch.strided:
+        raise RuntimeError("sum_plan: x is not (R, S_MAX, *F)")
+    return _sum_plan_new_list(list(x.unbind(0)), plan, out)
+
+
+def _sum_plan_new_list(shards: list[Tensor], plan: Tensor, out: Tensor | None = None) -> Tensor:
+    p = SumPlan.from_words(plan)
+    if not shards or any(s.dim() == 0 or s.layout != torch.strided for s in shards):
+        raise RuntimeError("sum_plan: shards are not (length, *F)")
+    first, capacities = shards[0], [s.shape[0] for s in shards]
+    for shard in shards:
+        if shard.dtype != first.dtype or shard.device != first.device or shard.shape[1:] != first.shape[1:]:
+            raise RuntimeError("sum_plan: the shards differ in dtype, device or trailing shape")
+    rows = p.rows or [(0, 0, n) for n in capacities]
+    size = max(capacities) if p.size is None else p.size
+    fits = len(rows) == len(shards) and p.capacity in (None, max(capacities))
+    if not fits or any(f + n > c or s + n > size for (s, f, n), c in zip(rows, capacities)):
+        raise RuntimeError(f"sum_plan: {p} does not fit shards of {capacities} rows")
+    native.note_fallback(first.device)
+    cut = [shard[first : first + n] for shard, (_, first, n) in zip(shards, rows)]
+    return reference.ragged_sum(cut, [start for start, _, _ in rows], size, **_numerics(p, first.dtype, out))
+
+
+def _sum_plan_new_masked(x: Tensor, mask: Tensor, plan: Tensor, out: Tensor | None = None) -> Tensor:
+    p = SumPlan.from_words(plan)
+    mask = unpack_bits(mask, x.shape[1])
+    if p.rows or x.dim() < 2 or mask.shape != x.shape[:2] or {p.size, p.capacity} - {None, x.shape[1]}:
+        raise RuntimeError("sum_plan: mask and plan do not fit x")
+    native.note_fallback(x.device)
+    return reference.masked_sum(x, mask, **_numerics(p, x.dtype, out))
+
+
+def _numerics(plan: SumPlan, dtype: torch.dtype, out: Tensor | None) -> dict[str, Any]:
+    if plan.accumulate and out is None:
+        raise RuntimeError("sum_plan: nothing to add to")
+    if out is not None and plan.out_dtype not in (None, out.dtype):
+        raise RuntimeError(f"sum_plan: out is {out.dtype}, but the plan's is {plan.out_dtype}")
+    wanted = plan.out_dtype if out is None else out.dtype
+    return {
+        "op": plan.op,
+        "scale": check_op(plan.op, plan.scale, dtype),
+        "out_dtype": resolve_out_dtype(dtype, wanted),
+        "previous": out if plan.accumulate else None,
+    }
+
+
+def _into(compute: Callable[..., Tensor]) -> Callable[..., None]:
+    """The form of a fallback that writes into ``out``."""
+
+    def write(out: Tensor, shards: Tensor | list[Tensor], *rest: Any) -> None:
+        if any(overlap(out, x) for x in ([shards] if isinstance(shards, Tensor) else shards)):
+            raise RuntimeError("sum_plan: out shares memory with the shards")
+        result = compute(shards, *rest, out)
+        if result.shape != out.shape or result.device != out.device or not out.is_contiguous():
+            raise RuntimeError(f"sum_plan: out is {tuple(out.shape)} on {out.device}, not what the plan gives")
+        out.copy_(result)
+
+    return write
+
+
+def unpack_bits(mask: Tensor, size: int) -> Tensor:
+    """A bool mask ``(R, size)`` of int32 words ``(R, ceil(size / 32))``; a bool mask itself."""
+    if mask.dtype == torch.bool:
+        return mask
+    shifts = torch.arange(32, device=mask.device, dtype=torch.int32)
+    return ((mask[..., None] >> shifts) & 1).flatten(1)[:, :size].to(torch.bool)
 
 
 def _sum_rows(
@@ -79,20 +153,11 @@ def _sum_rows_carry(
     out.copy_(total)
 
 
-def _sum_padded(
-    out: Tensor, x: Tensor, starts: list[int], lengths: list[int], mean: bool, scale: float | None, accumulate: bool
-) -> None:
-    if len(lengths) != x.shape[0] or any(not 0 <= n <= x.shape[1] for n in lengths):
-        raise RuntimeError(f"sum_padded: lengths {lengths} do not fit {tuple(x.shape)}")  # as the native one does
-    resolve_out_dtype(x.dtype, out.dtype)
-    rows = [x[r, :n] for r, n in enumerate(lengths)]
-    _sum_rows(out, rows, starts or [0] * len(rows), mean, scale, accumulate)
-
-
 def _sum_padded_device(
     out: Tensor, x: Tensor, starts: Tensor | None, lengths: Tensor, mean: bool, scale: float | None, accumulate: bool
 ) -> None:
     # Without a synchronisation the bounds are a mask over gathered positions.
+    native.note_fallback(out.device)
     capacity, size = x.shape[1], out.shape[0]
     begin = torch.zeros_like(lengths) if starts is None else starts.clamp(0, size)
     local = torch.arange(size, device=x.device) - begin[:, None]
@@ -104,54 +169,53 @@ def _sum_padded_device(
     else:
         index = local.clamp(0, capacity - 1).reshape(*local.shape, *[1] * (x.dim() - 2))
         rows = torch.gather(x, 1, index.expand(-1, -1, *x.shape[2:]))
-    _sum_masked(out, rows, mask, mean, scale, accumulate)
+    op, previous = "mean" if mean else "sum", out if accumulate else None
+    out.copy_(reference.masked_sum(rows, mask, op=op, scale=scale, out_dtype=out.dtype, previous=previous))
 
 
-def _sum_masked(out: Tensor, x: Tensor, mask: Tensor, mean: bool, scale: float | None, accumulate: bool) -> None:
-    if mask.dtype != torch.bool:
-        shifts = torch.arange(32, device=mask.device, dtype=torch.int32)
-        mask = ((mask[..., None] >> shifts) & 1).flatten(1)[:, : x.shape[1]].to(torch.bool)
-    native.note_fallback(out.device)
-    previous = out if accumulate else None
-    op = "mean" if mean else "sum"
-    out.copy_(reference.masked_sum(x, mask, op=op, scale=scale, out_dtype=out.dtype, previous=previous))
+def _after_loading(overload: Any, fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """The fallback, which loads the native library where nobody has: it may bring the kernel that was asked for."""
+    return lambda *args: overload(*args) if native.load() else fallback(*args)
 
 
-def _refuse(*args: object) -> None:
-    raise RuntimeError("no native kernel")
-
-
-for _name, _fallback in (
-    ("sum_rows", _sum_rows),
-    ("sum_rows_carry", _sum_rows_carry),
-    ("sum_padded", _sum_padded),
-    ("sum_padded_device", _sum_padded_device),
-    ("sum_masked", _sum_masked),
+_ops = torch.ops.shardsum
+for _overload, _fallback in (
+    (_ops.sum_plan.default, _into(_sum_plan_new)),
+    (_ops.sum_plan.list, _into(_sum_plan_new_list)),
+    (_ops.sum_plan.masked, _into(_sum_plan_new_masked)),
+    (_ops.sum_plan_new.default, _sum_plan_new),
+    (_ops.sum_plan_new.list, _sum_plan_new_list),
+    (_ops.sum_plan_new.masked, _sum_plan_new_masked),
+    (_ops.sum_rows.default, _sum_rows),
+    (_ops.sum_rows_carry.default, _sum_rows_carry),
+    (_ops.sum_padded_device.default, _sum_padded_device),
 ):
-    _library.impl(_name, _fallback, "CompositeExplicitAutograd")
+    _library.impl(_overload.name(), _after_loading(_overload, _fallback), "CompositeExplicitAutograd")
 
-# A batch would hide that it requires grad; modes and traces would record what has no fake and no fallback; where lazy
-# signs are resolved into a copy, nobody sees that it shared memory with `out`.
-_REFUSED = (
-    "CompositeExplicitAutograd", "FuncTorchBatched", "Batched", "Python", "Tracer", "Negative", "Conjugate",
-    "ZeroTensor",
-)  # fmt: skip
-for _name in ("sum_checked", "sum_checked_new"):
-    for _form in ("", ".lengths", ".list"):
-        for _key in _REFUSED:
+
+# Callers of the sums by a plan have looked at requires_grad and forward mode: the dispatcher need not again. What they
+# have not looked at is refused, and goes to the operators with autograd, fake implementations and batching rules:
+# transforms of torch.func and batches, dispatch modes and subclasses. So are lazy signs where there is an `out`: the
+# dispatcher would resolve them into a copy, and nobody would see that it shared memory with `out`.
+def _refuse(*args: object) -> None:
+    raise RuntimeError("shardsum: for plain tensors only")
+
+
+_TRANSFORMS = ("FuncTorchDynamicLayerFrontMode", "Batched", "Python")
+for _name, _refused in (("sum_plan", (*_TRANSFORMS, "Negative", "Conjugate")), ("sum_plan_new", _TRANSFORMS)):
+    for _form in ("", ".list", ".masked"):
+        for _key in _refused:
             _library.impl(_name + _form, _refuse, _key)
-        for _key in ("AutogradCPU", "AutogradCUDA"):  # who calls them has looked: the dispatcher need not again
+        for _key in ("AutogradCPU", "AutogradCUDA"):
             _library.impl(_name + _form, torch.library.fallthrough_kernel, _key)
 
 # OpOverload.__call__ only forwards to _op, and costs a tenth of a small call.
-sum_rows = torch.ops.shardsum.sum_rows.default._op
-sum_rows_carry = torch.ops.shardsum.sum_rows_carry.default._op
-sum_padded = torch.ops.shardsum.sum_padded.default._op
-sum_padded_device = torch.ops.shardsum.sum_padded_device.default._op
-sum_masked = torch.ops.shardsum.sum_masked.default._op
-sum_checked = torch.ops.shardsum.sum_checked.default._op
-sum_checked_lengths = torch.ops.shardsum.sum_checked.lengths._op
-sum_checked_list = torch.ops.shardsum.sum_checked.list._op
-sum_checked_new = torch.ops.shardsum.sum_checked_new.default._op
-sum_checked_new_lengths = torch.ops.shardsum.sum_checked_new.lengths._op
-sum_checked_new_list = torch.ops.shardsum.sum_checked_new.list._op
+sum_plan = _ops.sum_plan.default._op
+sum_plan_list = _ops.sum_plan.list._op
+sum_plan_masked = _ops.sum_plan.masked._op
+sum_plan_new = _ops.sum_plan_new.default._op
+sum_plan_new_list = _ops.sum_plan_new.list._op
+sum_plan_new_masked = _ops.sum_plan_new.masked._op
+sum_rows = _ops.sum_rows.default._op
+sum_rows_carry = _ops.sum_rows_carry.default._op
+sum_padded_device = _ops.sum_padded_device.default._op

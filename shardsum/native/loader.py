@@ -17,15 +17,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import struct
-import sys
-import sysconfig
 import threading
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -51,62 +46,14 @@ class Status:
     reason: str
 
 
-def _first_call_with(*args: Any) -> Any:
-    load()
-    return call_with(*args)
-
-
-def _refuse(*args: Any) -> Any:
-    raise RuntimeError("no native kernel")
-
-
-def _pack(values: Any) -> bytes | None:
-    if type(values) is not list or not {int}.issuperset(map(type, values)):  # True and 8.0 equal ints
-        return None
-    try:
-        return struct.pack(f"{len(values)}q", *values)
-    except struct.error:
-        return None
-
-
-def _make_none(items: Any) -> Callable[..., None]:
-    return lambda *args: None
-
-
-def _make_never(items: Any) -> Callable[..., bool]:
-    return lambda *args: False
-
-
-def _are_plain(items: Any, kind: type, name: str | None) -> bool:
-    return all(type(x) is kind and (name is None or getattr(x, name) is False) for x in items)
-
-
-#: ``call_with(operator, lengths, size, mean, scale, *tensors)``: calls an operator that takes tensors alone, one or two
-#: and ``lengths`` where those are a tensor (:mod:`shardsum.local.kernels`). RuntimeError where it or an argument's type
-#: refuses the call.
-call_with: Callable[..., Any] = _first_call_with
-#: ``make_usual_sum(items)``: the function of the usual sum (csrc/usual.h, local/usual.py); without a native library
-#: it finds all calls unusual.
-make_usual_sum: Callable[[tuple[Any, ...]], Callable[..., Any]] = _make_none
-#: ``make_again(items)``: the function that runs a known collective again (csrc/again.h).
-make_again: Callable[[tuple[Any, ...]], Callable[..., bool]] = _make_never
-#: ``pack(values)``: a list of ints that fit into 64 bits as bytes; None for anything else. (This one until the native
-#: library brings its own, which is ten times as fast.)
-pack: Callable[[Any], bytes | None] = _pack
-#: ``are_plain(items, kind, name)``: whether all are exactly of that type, and their attribute ``name``, unless that is
-#: None, is False. (Likewise.)
-are_plain: Callable[[Any, type, str | None], bool] = _are_plain
-
-
-def load() -> None:
-    """Load the native library, once per process; cheap afterwards.
+def load() -> bool:
+    """Load the native library, once per process; cheap afterwards. Whether this call has loaded it.
 
     Raises:
         RuntimeError: ``SHARDSUM_BACKEND=native`` and it cannot be built or loaded.
         ValueError: ``SHARDSUM_BACKEND`` is something else than auto, native or torch.
     """
-    if _status is None:
-        _load_once()
+    return _status is None and _load_once()
 
 
 def is_decided() -> bool:
@@ -178,18 +125,17 @@ def _warn_of_fallback(reason: str) -> None:
     )
 
 
-def _load_once() -> None:
-    global _status, call_with
+def _load_once() -> bool:
+    global _status
     with _lock:
         if _status is not None:
-            return
-        call_with = _refuse  # unless a library brings its own
+            return False
         choice = os.environ.get("SHARDSUM_BACKEND", "auto")
         if choice not in ("auto", "native", "torch"):
             raise ValueError(f"SHARDSUM_BACKEND: expected auto, native or torch, got {choice!r}")
         if choice == "torch":
             _status = Status("torch", None, False, "", "SHARDSUM_BACKEND=torch")
-            return
+            return False
         try:
             _status = _load_library()
         except Exception as error:
@@ -198,44 +144,19 @@ def _load_once() -> None:
             reason = str(error)
             _status = Status("torch", None, False, "", reason)
             warnings.warn(
-                f"shardsum runs in plain torch (the same bits, slower): {reason}",
-                RuntimeWarning,
-                stacklevel=2,
+                f"shardsum runs in plain torch (the same bits, slower): {reason}", RuntimeWarning, stacklevel=2
             )
+            return False
+    return True
 
 
 def _load_library() -> Status:
     path, reason = _find()
     torch.ops.load_library(str(path))
     has_cuda = bool(ctypes.CDLL(str(path)).shardsum_has_cuda())
-    _take_functions(path)
     if torch.version.cuda and not has_cuda:
         reason += f"; without a CUDA part: {recipes.cuda_absence()}"
     return Status("native", path, has_cuda, _limit_cpu_isa(path, None), reason)
-
-
-def _objects_are_ordinary() -> bool:
-    """Whether an object is a reference count and a type, as csrc/python.h has it: not in free-threaded builds, nor in
-    those that trace references, nor in other implementations."""
-    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
-        return False
-    return object.__basicsize__ == 2 * struct.calcsize("P")
-
-
-def _take_functions(library: Path) -> None:
-    """The functions of csrc/python_calls.h, which know the objects of an ordinary CPython only."""
-    global call_with, pack, are_plain, make_again, make_usual_sum
-    if not _objects_are_ordinary():
-        return
-    functions = ctypes.PyDLL(str(library))
-
-    def make(name: str) -> Any:
-        maker = getattr(functions, f"shardsum_{name}")
-        maker.restype = ctypes.py_object
-        return maker()
-
-    call_with, pack, are_plain = map(make, ("call_with", "pack", "are_plain"))
-    make_again, make_usual_sum = map(make, ("make_again", "make_usual_sum"))
 
 
 def _limit_cpu_isa(library: Path, name: str | None) -> str:

@@ -15,11 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardsum import ragged_sum
+from shardsum import MaskedSum, masked_sum, ragged_sum
 from shardsum.core import bits, reference
 from shardsum.core.numerics import NATIVE_DTYPES, accumulator_dtype
 from shardsum.local import kernels
+from shardsum.local.plan import SumPlan
 from shardsum.native import loader as native
+from tests.problems import sum_masked, sum_padded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -169,7 +171,7 @@ def test_sum_padded_large(dtype: torch.dtype, lengths_of: str) -> None:
         x = make((num_ranks, size, width), dtype, num_ranks)
         want = reference.ragged_sum([x[r, :n] for r, n in enumerate(lengths)], [0] * num_ranks, size, out_dtype=dtype)
         out = poison((size, width), dtype)
-        kernels.sum_padded(out, x, [], lengths, False, None, False)
+        sum_padded(out, x, [], lengths, False, None, False)
         assert_bits(out, want)
         out = poison((size, width), dtype)
         kernels.sum_padded_device(out, x, None, torch.tensor(lengths, device="cuda"), False, None, False)
@@ -189,7 +191,7 @@ def test_sum_padded_small_of_many_ranks(dtype: torch.dtype, num_ranks: int) -> N
                 rows = [x[r, :n] for r, n in enumerate(ends)]
                 want = reference.ragged_sum(rows, starts, size, out_dtype=dtype)
                 out = poison((size, width), dtype)
-                kernels.sum_padded(out, x, starts, ends, False, None, False)
+                sum_padded(out, x, starts, ends, False, None, False)
                 assert_bits(out, want)
                 out = poison((size, width), dtype)
                 kernels.sum_rows(out, rows[::-1], starts[::-1], False, None, False)
@@ -204,7 +206,7 @@ def test_sum_padded_in_wide_and_narrow_tiles(num_ranks: int, size: int, width: i
     lengths = [rng.randint(0, size) for _ in range(num_ranks)]
     want = reference.ragged_sum([x[r, :n] for r, n in enumerate(lengths)], [0] * num_ranks, size, out_dtype=x.dtype)
     out = poison((size, width), x.dtype)
-    kernels.sum_padded(out, x, [], lengths, False, None, False)
+    sum_padded(out, x, [], lengths, False, None, False)
     assert_bits(out, want)
     out = poison((size, width), x.dtype)
     kernels.sum_padded_device(out, x, None, torch.tensor(lengths, device="cuda"), False, None, False)
@@ -241,7 +243,7 @@ def test_sum_masked(dtype: torch.dtype, width: int) -> None:
             want = reference.masked_sum(x, mask, op=op, scale=scale, out_dtype=out_dtype)
             for m in (mask, pack(mask)):
                 out = poison((size, width), out_dtype)
-                kernels.sum_masked(out, x, m, op == "mean", scale, False)
+                sum_masked(out, x, m, op == "mean", scale, False)
                 assert_bits(out, want)
 
 
@@ -251,7 +253,7 @@ def test_sum_masked_large_and_offset() -> None:
         x = offset_view(make((8, size, width), torch.bfloat16, width), offset)
         mask = torch.rand(8, size, device="cuda") < 0.4
         out = poison((size, width), torch.bfloat16)
-        kernels.sum_masked(out, x, mask, False, None, False)
+        sum_masked(out, x, mask, False, None, False)
         assert_bits(out, reference.masked_sum(x, mask, out_dtype=torch.bfloat16))
 
 
@@ -272,7 +274,7 @@ def test_more_than_two_thousand_million_elements() -> None:
             x[r, begin : begin + (1 << 17)] = make((1 << 17, width), torch.bfloat16, r + begin)
     lengths = [size, size - 12_345]
     out = torch.full((size, width), 77.0, device="cuda", dtype=torch.bfloat16)
-    kernels.sum_padded(out, x, [], lengths, False, None, False)
+    sum_padded(out, x, [], lengths, False, None, False)
     for begin in range(0, size, 1 << 17):
         end = begin + (1 << 17)
         rows = [x[r, begin : max(begin, min(end, n))] for r, n in enumerate(lengths)]
@@ -281,35 +283,47 @@ def test_more_than_two_thousand_million_elements() -> None:
 
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("shape", [(4, 20), (6, 333, 5), (300, 40, 64), (3, 700, 512)])
-def test_the_usual_call(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_plans(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Looked up by ragged_sum, and held by MaskedSum: lengths, intervals and a mask with gaps."""
     x, lengths = make(shape, dtype, 11), [(r * 7 + shape[1]) % (shape[1] + 1) for r in range(shape[0])]
     out_dtype = torch.int64 if accumulator_dtype(dtype) == torch.int64 else dtype
-    want = reference.ragged_sum(
-        [x[r, :n] for r, n in enumerate(lengths)], [0] * len(lengths), shape[1], out_dtype=out_dtype
-    )
+    rows = [x[r, :n] for r, n in enumerate(lengths)]
+    want = reference.ragged_sum(rows, [0] * len(lengths), shape[1], out_dtype=out_dtype)
+    held = MaskedSum.from_lengths(lengths, shape[1])
     vector = torch.tensor(lengths)  # on the host: read there, without synchronisation
-    for got in (ragged_sum(x, lengths), ragged_sum(x, vector)):
+    transposed = x.transpose(0, 1).contiguous().transpose(0, 1)
+    for got in (ragged_sum(x, lengths), ragged_sum(x, vector), ragged_sum(rows, size=shape[1]), held(x)):
         assert_bits(got, want)
-    for operator, form in ((kernels.sum_checked_new, lengths), (kernels.sum_checked_new_lengths, vector)):
-        assert_bits(native.call_with(operator, form, -1, False, None, x), want)
-    out = poison(shape[1:], out_dtype)
-    version = out._version
-    assert ragged_sum(x, lengths, out=out) is out and out._version == version + 1
-    assert_bits(out, want)
-    out = poison(shape[1:], out_dtype)
-    native.call_with(kernels.sum_checked, lengths, -1, False, None, out, x)
-    assert_bits(out, want)
+    assert_bits(ragged_sum(transposed, lengths), want)
+    for call in (lambda out: ragged_sum(x, lengths, out=out), lambda out: held(x, out=out)):
+        out = poison(shape[1:], out_dtype)
+        version = out._version
+        assert call(out) is out and out._version == version + 1
+        assert_bits(out, want)
+    gaps = torch.rand(shape[:2], generator=torch.Generator().manual_seed(1)) < 0.6
+    for mask in (gaps, torch.arange(shape[1])[None] >= torch.tensor(lengths)[:, None]):  # gaps; intervals to the end
+        want = reference.masked_sum(x, mask.cuda(), out_dtype=out_dtype)
+        assert_bits(MaskedSum(mask).cuda()(x), want)
+        assert_bits(masked_sum(x, mask.cuda()), want)
 
 
-def test_the_usual_call_is_checked() -> None:
+@pytest.mark.parametrize("viewed", [2, 128, 255])
+def test_bools_count_once_whatever_their_byte_is(viewed: int) -> None:
+    x = torch.full((5, 300, 3), viewed, dtype=torch.uint8, device="cuda").view(torch.bool)
+    assert (ragged_sum(x, [300] * 4 + [0]) == 4).all()
+    assert (ragged_sum(list(x)) == 5).all()
+    assert (ragged_sum(x, torch.tensor([300] * 4 + [0], device="cuda")) == 4).all()
+
+
+def test_plans_are_checked() -> None:
     x, out, lengths = make((4, 20), torch.float32, 12), poison((20,), torch.float32), [8, 12, 10, 18]
+    plan = SumPlan([(0, 0, n) for n in lengths]).words()
     bad = [(out.cpu(), x), (out, x.cpu()), (x[1], x), (out[:19], x), (out.half()[::2], x[:, :10].half())]
     if torch.cuda.device_count() > 1:
         bad += [(out.to("cuda:1"), x.to("cuda:0")), (out.to("cuda:0"), x.to("cuda:1"))]
     for target, shards in bad:
-        for operator, form in ((kernels.sum_checked, lengths), (kernels.sum_checked_lengths, torch.tensor(lengths))):
-            with pytest.raises(RuntimeError, match=r"shardsum: "):
-                native.call_with(operator, form, -1, False, None, target, shards)
+        with pytest.raises(RuntimeError, match=r"shardsum: |sum_plan: "):
+            kernels.sum_plan(target, shards, plan)
         with pytest.raises(ValueError, match=r"out: |lengths: "):
             ragged_sum(shards, lengths, out=target[:0])
     assert (out == 77).all()
@@ -368,7 +382,7 @@ def test_the_current_stream_is_used() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
         y = x * 2
-        kernels.sum_padded(out, y, [], [2000, 10, 0, 1500], False, None, False)
+        sum_padded(out, y, [], [2000, 10, 0, 1500], False, None, False)
     stream.synchronize()
     want = reference.ragged_sum([y[0], y[1, :10], y[2, :0], y[3, :1500]], [0] * 4, 2000, out_dtype=torch.float32)
     assert_bits(out, want)

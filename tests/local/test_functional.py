@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
-import torch._dynamo.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardsum
 from shardsum.core import bits, reference
+from shardsum.core.checks import has_distinct_elements
 from shardsum.local import kernels
 from shardsum.local import ops as operators
+from shardsum.local.plan import SumPlan
 from tests.problems import laid_out, problems
 from tests.values import B0_LENGTHS, B0_SUM, assert_same, b0, random_values
 
@@ -209,6 +212,84 @@ def test_a_lazy_sign_is_resolved() -> None:
     assert shardsum.ragged_sum(lazy, B0_LENGTHS, out=out).tolist() == B0_SUM == out.tolist()
 
 
-def test_the_fallback_refuses_what_the_native_kernel_refuses() -> None:
-    with pytest.raises(ValueError, match=r"out_dtype: torch\.int64 is not possible"):
-        kernels._sum_padded(torch.empty(6, dtype=torch.int64), b0(), [], B0_LENGTHS, False, None, False)
+@pytest.mark.parametrize("shape, strides", [((6, 3), (1, 1)), ((6, 3), (3, 0)), ((6, 3), (2, 3)), ((6, 3), (1, 5))])
+def test_an_out_whose_elements_overlap_is_refused(shape: tuple, strides: tuple) -> None:
+    x, out = torch.ones(4, *shape), torch.full((60,), 7.0).as_strided(shape, strides)
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    group = shardsum.ShardGroup(4)
+    for call in (
+        lambda: shardsum.ragged_sum(x, B0_LENGTHS, out=out),
+        lambda: shardsum.ragged_sum(list(x), out=out),
+        lambda: shardsum.ragged_sum(x, B0_LENGTHS, out=out, accumulate=True),
+        lambda: shardsum.masked_sum(x, mask, out=out),
+        lambda: shardsum.MaskedSum(mask)(x, out=out),
+        lambda: group.all_reduce(list(x), out=out),
+    ):
+        with pytest.raises(ValueError, match=r"^out: (overlaps itself|is expanded) \(shape \(6, 3\), strides"):
+            call()
+    assert (out == 7).all()
+    apart = torch.full((60,), 7.0).as_strided(shape, (4, 9))  # steps that cross, elements that do not meet
+    assert torch.equal(shardsum.ragged_sum(x, B0_LENGTHS, out=apart), shardsum.ragged_sum(x, B0_LENGTHS))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7)), max_size=4))
+def test_overlapping_elements_are_found(dims: list[tuple[int, int]]) -> None:
+    x = torch.zeros(100).as_strided([n for n, _ in dims], [stride for _, stride in dims])
+    places = [sum(i * stride for i, (_, stride) in zip(at, dims)) for at in product(*[range(n) for n, _ in dims])]
+    assert has_distinct_elements(x) == (len(set(places)) == len(places))
+
+
+SCALED = [
+    lambda x, scale: shardsum.ragged_sum(x, [1] * 4, scale=scale),
+    lambda x, scale: shardsum.ragged_sum(x, [1] * 4, scale=scale, out=torch.empty(6, dtype=x.dtype)),
+    lambda x, scale: shardsum.ragged_sum(x, torch.tensor([1] * 4), scale=scale),
+    lambda x, scale: shardsum.ragged_sum(x.clone().requires_grad_(), [1] * 4, scale=scale).detach(),
+    lambda x, scale: shardsum.ragged_sum([s[:1] for s in x], scale=scale, size=6),
+    lambda x, scale: shardsum.ragged_sum([s[:1].clone().requires_grad_() for s in x], scale=scale, size=6).detach(),
+    lambda x, scale: shardsum.masked_sum(x, torch.arange(6).expand(4, 6) < 1, scale=scale),
+    lambda x, scale: shardsum.MaskedSum(torch.arange(6).expand(4, 6) < 1, scale=scale)(x),
+    lambda x, scale: torch.compile(
+        lambda x: shardsum.ragged_sum(x, [1] * 4, scale=scale), fullgraph=True, backend="aot_eager")(x),
+    lambda x, scale: shardsum.ShardGroup(4).all_reduce([s[:1] for s in x], size=6, scale=scale),
+    lambda x, scale: torch.cat(shardsum.ShardGroup(4).reduce_scatter([s[:1] for s in x], size=6, scale=scale)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", SCALED)
+def test_a_scale_means_the_same_on_every_path(call) -> None:
+    """One that only overflows in the accumulator is refused; inf and NaN do what IEEE says: 0 * inf is NaN."""
+    x = b0()
+    for scale in (1e300, -1e39):
+        with pytest.raises(ValueError, match=r"scale: .* is beyond torch\.float32"):
+            call(x, scale)
+    for scale in (float("inf"), float("nan"), -0.5, 1e-300, -1e-300):
+        want = reference.ragged_sum([s[:1] for s in x], [0] * 4, 6, scale=scale, out_dtype=x.dtype)
+        assert_same(call(x, scale), want)
+    want = reference.ragged_sum([s[:1] for s in x.double()], [0] * 4, 6, scale=1e300, out_dtype=torch.float64)
+    assert_same(call(x.double(), 1e300), want)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 70), (3, 9, 100)])
+def test_bools_count_once_whatever_their_byte_is(shape: tuple[int, ...]) -> None:
+    for byte in (1, 2, 128, 255):
+        x = torch.full(shape, byte, dtype=torch.uint8).view(torch.bool)
+        lengths = torch.tensor([shape[1]] * shape[0])
+        assert (shardsum.ragged_sum(x) == shape[0]).all()
+        assert (shardsum.ragged_sum(list(x)) == shape[0]).all()
+        assert (shardsum.ragged_sum(x, lengths, starts=torch.zeros_like(lengths), size=shape[1]) == shape[0]).all()
+        assert (shardsum.masked_sum(x, x.flatten(2)[..., 0] if x.dim() > 2 else x) == shape[0]).all()
+        assert (shardsum.MaskedSum(x.flatten(2)[..., 0] if x.dim() > 2 else x)(x) == shape[0]).all()
+        assert (kernels._sum_plan_new(x, SumPlan().words()) == shape[0]).all()
+
+
+def test_no_positions_of_a_larger_tensor() -> None:
+    for x in (torch.ones(4, 6, 3)[:, :0], torch.ones(4, 6, 3).transpose(1, 2)[:, :0], torch.ones(6, 4, 3).mT[:, :0]):
+        ranks, trailing = x.shape[0], x.shape[2:]
+        assert shardsum.ragged_sum(x, [0] * ranks).shape == (0, *trailing)
+        assert shardsum.ragged_sum(x, torch.zeros(ranks, dtype=torch.int64)).shape == (0, *trailing)
+        assert shardsum.ragged_sum(x, [0] * ranks, size=2).tolist() == torch.zeros(2, *trailing).tolist()
+        assert shardsum.ragged_sum(list(x), size=2).tolist() == torch.zeros(2, *trailing).tolist()
+        mask = torch.ones(ranks, 6, dtype=torch.bool)[:, :0]
+        assert shardsum.masked_sum(x, mask).shape == (0, *trailing)
+        assert shardsum.MaskedSum(mask)(x).shape == (0, *trailing)

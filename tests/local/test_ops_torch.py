@@ -67,22 +67,92 @@ def test_autograd_notices_that_out_was_overwritten(call) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("call", [
-    lambda x: shardsum.ragged_sum(x, B0_LENGTHS),
-    lambda x: shardsum.ragged_sum(list(x)),
-    lambda x: shardsum.masked_sum(x, torch.ones(4, 6, dtype=torch.bool)),
-    lambda x: shardsum.MaskedSum(torch.arange(24).view(4, 6) % 2 > 0)(x),
-    lambda x: shardsum.ShardGroup(4).all_reduce(list(x)),
-])  # fmt: skip
-def test_a_forward_mode_tangent_is_never_lost(call) -> None:
+MASK = torch.arange(24).view(4, 6) % 3 > 0
+HELD, GAPS = shardsum.MaskedSum(torch.arange(6) < torch.tensor(B0_LENGTHS)[:, None]), shardsum.MaskedSum(MASK)
+LEFT = shardsum.MaskedSum(torch.arange(6) >= torch.tensor(B0_LENGTHS)[:, None], op="mean")
+# Each sum, and what it is of whole numbers in plain torch.
+SUMS = [
+    (lambda x: shardsum.ragged_sum(x, B0_LENGTHS), HELD.shard_mask, False),
+    (lambda x: shardsum.ragged_sum(x, torch.tensor(B0_LENGTHS)), HELD.shard_mask, False),
+    (lambda x: shardsum.ragged_sum(list(x)), torch.ones(4, 6, dtype=torch.bool), False),
+    (lambda x: shardsum.ragged_sum(list(x), B0_LENGTHS, size=6, op="mean"), HELD.shard_mask, True),
+    (lambda x: shardsum.masked_sum(x, MASK, op="mean"), MASK, True),
+    (HELD, HELD.shard_mask, False),
+    (LEFT, LEFT.shard_mask, True),
+    (GAPS, MASK, False),
+]
+
+
+def plain(x: torch.Tensor, mask: torch.Tensor, mean: bool) -> torch.Tensor:
+    mask = mask.reshape(*mask.shape, *[1] * (x.dim() - 2))
+    total = torch.where(mask, x, 0).sum(0)
+    return total / mask.sum(0).clamp(min=1) if mean else total
+
+
+@pytest.mark.parametrize("call, mask, mean", SUMS)
+def test_transforms_of_torch_func(call, mask: torch.Tensor, mean: bool) -> None:
+    """grad, jacrev, jacfwd, hessian, jvp, vmap, and one within another."""
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        return (call(x) ** 3).sum()
+
+    def theirs(x: torch.Tensor) -> torch.Tensor:
+        return (plain(x, mask, mean) ** 3).sum()
+
+    x, tangent = b0(torch.float64), torch.arange(24.0, dtype=torch.float64).view(4, 6)
+    batch = torch.stack([x, 2 * x, tangent])
+    func = torch.func
+    for transform in (
+        lambda f: func.grad(f)(x),
+        lambda f: func.hessian(f)(x),
+        lambda f: func.jacrev(func.jacrev(f))(x),
+        lambda f: func.jacfwd(func.jacfwd(f))(x),
+        lambda f: func.jvp(f, (x,), (tangent,))[1],
+        lambda f: func.jvp(func.grad(f), (x,), (tangent,))[1],
+        lambda f: func.vmap(f)(batch),
+        lambda f: func.vmap(f, in_dims=2)(batch.movedim(0, 2)),
+        lambda f: func.vmap(func.grad(f))(batch),
+        lambda f: func.grad(lambda b: func.vmap(f)(b).sum())(batch),
+        lambda f: func.grad(lambda y: func.grad(lambda x: f(x) * y.sum())(x).sum())(tangent),
+    ):
+        torch.testing.assert_close(transform(ours), transform(theirs), rtol=1e-12, atol=0)
+    wanted = torch.stack([plain(b[..., None], mask, mean) for b in batch])
+    assert torch.equal(func.vmap(call)(batch[..., None]), wanted)
+
+
+@pytest.mark.parametrize("call, mask, mean", SUMS)
+def test_forward_mode(call, mask: torch.Tensor, mean: bool) -> None:
+    x, tangent = b0(), torch.arange(24.0).view(4, 6)
+    with torch.autograd.forward_ad.dual_level():
+        out = torch.autograd.forward_ad.unpack_dual(call(torch.autograd.forward_ad.make_dual(x, tangent)))
+        assert torch.equal(out.primal, plain(x, mask, mean)) and torch.equal(out.tangent, plain(tangent, mask, mean))
+        assert torch.autograd.forward_ad.unpack_dual(call(x)).tangent is None or not out.tangent.isnan().any()
+        with pytest.raises(ValueError, match="out: not possible"):
+            shardsum.ragged_sum(torch.autograd.forward_ad.make_dual(x, tangent), B0_LENGTHS, out=torch.empty(6))
+
+
+def test_a_tangent_of_one_shard_alone() -> None:
+    rows = list(b0())
+    _, tangent = torch.func.jvp(lambda x: shardsum.ragged_sum([rows[0], x, *rows[2:]]), (rows[1],), (torch.ones(6),))
+    assert tangent.tolist() == [1] * 6
     with pytest.raises(ValueError, match="forward-mode derivatives are not implemented"):
-        torch.func.jvp(call, (b0(),), (torch.ones(4, 6),))
+        torch.func.jvp(shardsum.ShardGroup(4).all_reduce, (rows,), ([torch.ones(6)] * 4,))
 
 
-def test_vmap_never_loses_a_gradient() -> None:
+def test_batches_of_shards_alone() -> None:
     batch = b0().expand(2, 4, 6).clone().requires_grad_()
-    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
-        torch.vmap(lambda x: shardsum.ragged_sum(x, B0_LENGTHS))(batch)
+    out = torch.vmap(lambda x: shardsum.ragged_sum(x, B0_LENGTHS))(batch)
+    out.sum().backward()
+    assert torch.equal(batch.grad, HELD.shard_mask.float().expand(2, 4, 6))
+    rows = list(b0())
+    got = torch.vmap(lambda x: shardsum.ragged_sum([rows[0], x, *rows[2:]]))(torch.stack([rows[1], 2 * rows[1]]))
+    assert torch.equal(got[1] - got[0], rows[1])
+    for call, *batches in (
+        (lambda x, mask: shardsum.masked_sum(x, mask), batch, MASK.expand(2, 4, 6)),
+        (lambda x, n: shardsum.ragged_sum(x, n), batch, torch.tensor([B0_LENGTHS] * 2)),
+    ):
+        with pytest.raises(ValueError, match=r"vmap: shards can be a batch; lengths"):
+            torch.vmap(call)(*batches)
 
 
 @pytest.mark.parametrize("call", [
@@ -107,12 +177,13 @@ def opcheck_samples() -> list[tuple]:
     return [
         (operators.ragged_sum, (rows, [0] * 4, 6, B0_LENGTHS, *tail)),
         (operators.ragged_sum_adjoint, (grad, [0] * 4, B0_LENGTHS, *tail)),
-        (operators.padded_sum, (x, [], B0_LENGTHS, 6, *tail)),
-        (operators.padded_sum_adjoint, (grad, [], B0_LENGTHS, 6, *tail)),
+        (operators.padded_sum, (x, [], [], B0_LENGTHS, 6, *tail)),
+        (operators.padded_sum, (x, [0, 0, 2, 1], [2, 0, 0, 4], [3, 5, 0, 1], 7, *tail)),
+        (operators.padded_sum_adjoint, (grad, [], [], B0_LENGTHS, 6, *tail)),
         (operators.padded_sum_device, (x, None, lengths, 6, *tail)),
         (operators.padded_sum_device_adjoint, (grad, None, lengths, 6, *tail)),
         (operators.masked_sum, (x, mask, *tail)),
-        (operators.masked_sum_adjoint, (grad, mask, *tail)),
+        (operators.masked_sum_adjoint, (grad, mask, 6, *tail)),
     ]
 
 

@@ -4,10 +4,8 @@ its own, in which nothing is loaded yet."""
 from __future__ import annotations
 
 import shutil
-import struct
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ import torch
 
 import shardsum
 from shardsum.core import reference
-from shardsum.local import kernels
 from shardsum.native import loader as native
 from shardsum.native.artifact import read_record, seal
 from tests.native.children import run
@@ -35,8 +32,7 @@ def load_and_sum(ahead_of_time: str | None = None) -> dict[str, Any]:
             error = f"{type(e).__name__}: {e}"
     if error is None:
         x, lengths = torch.randn(4, 50, 3), [50, 20, 0, 31]
-        out = torch.empty(50, 3)
-        kernels.sum_padded(out, x, [], lengths, True, 0.5, False)
+        out = shardsum.ragged_sum(x, lengths, op="mean", scale=0.5)
         rows = [x[r, :n] for r, n in enumerate(lengths)]
         assert torch.equal(out, reference.ragged_sum(rows, [0] * 4, 50, op="mean", scale=0.5, out_dtype=torch.float32))
     return {
@@ -47,18 +43,13 @@ def load_and_sum(ahead_of_time: str | None = None) -> dict[str, Any]:
     }
 
 
-def sum_without_functions(ahead_of_time: str) -> str:
-    """The usual calls where Python's objects are not those that the library's functions know."""
-    native._AHEAD_OF_TIME, native._objects_are_ordinary = Path(ahead_of_time), lambda: False
-    x, lengths = torch.randn(4, 50, 3), [50, 20, 0, 31]
-    want = reference.ragged_sum([x[r, :n] for r, n in enumerate(lengths)], [0] * 4, 50, out_dtype=torch.float32)
-    for form in (lengths, torch.tensor(lengths)):
-        assert torch.equal(shardsum.ragged_sum(x, form), want)
-        assert torch.equal(shardsum.ragged_sum(x, form, out=torch.empty(50, 3)), want)
-    assert torch.equal(shardsum.ragged_sum([x[r, :n] for r, n in enumerate(lengths)]), want)
-    assert native.pack(lengths) == struct.pack("4q", *lengths) and native.pack([True]) is None
-    assert native.make_again((1,) * 15)(x, lengths) is False
-    return native.status().backend
+def sum_first(ahead_of_time: str) -> dict[str, Any]:
+    """A sum, before anything else; a module that was made where nothing is loaded."""
+    native._AHEAD_OF_TIME = Path(ahead_of_time)
+    x, module = torch.ones(4, 3), shardsum.MaskedSum.from_lengths([3, 0, 1, 2], 3)
+    before = native._status
+    assert module(x).tolist() == [3, 2, 1] and shardsum.ragged_sum(list(x), out=torch.empty(3)).tolist() == [4] * 3
+    return {"before": before, "mapped": _mapped_libraries()}
 
 
 def _mapped_libraries() -> list[str]:
@@ -80,8 +71,8 @@ def test_native_loads_the_library(library):
     assert seen["status"].cpu_isa in ("avx512", "avx2", "baseline")
 
 
-def test_a_library_runs_without_its_functions(library):
-    assert run({"SHARDSUM_BACKEND": "native"}, sum_without_functions, str(library)) == "native"
+def test_the_first_sum_loads_the_library(library):
+    assert run({"SHARDSUM_BACKEND": "native"}, sum_first, str(library)) == {"before": None, "mapped": [str(library)]}
 
 
 def test_native_without_a_compiler_is_an_error(nowhere):
@@ -169,19 +160,6 @@ def compile_with_load() -> bool:
         return x + 1
 
     return torch.compile(step, fullgraph=True, backend="eager")(torch.zeros(2)).tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("odd", ["implementation", "threads", "traced"])
-def test_objects_that_look_different_are_left_alone(monkeypatch, odd):
-    """In another interpreter, or another build of this one, the operators run without the functions in C."""
-    assert native._objects_are_ordinary()
-    if odd == "implementation":
-        monkeypatch.setattr(native.sys, "implementation", SimpleNamespace(name="pypy"))
-    elif odd == "threads":
-        monkeypatch.setattr(native.sysconfig, "get_config_var", lambda name: {"Py_GIL_DISABLED": 1}.get(name))
-    else:
-        monkeypatch.setattr(native.struct, "calcsize", lambda text: 16)
-    assert not native._objects_are_ordinary()
 
 
 def test_load_is_not_traced(library):
