@@ -33,13 +33,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ..core.layout import Interval, owners_of
+from ..core.layout import owners_of
+from ..core.words import Check, Placement, TransportName
 from ..transports import costs as cost_tables
 from ..transports.domains import agree as agree_on_domains
 from ..transports.domains import check as check_domains
@@ -47,12 +47,10 @@ from ..transports.domains import host
 from ..transports.peer.peers import Peers
 from . import membership
 from .agreement import Agreement
-from .arguments import Shards
-from .calls import call
 from .collectives import Options
 from .executor import Executor
 from .explain import Explanation, Stats
-from .plan import Plan
+from .methods import Collectives
 from .planner import Planner
 from .routes import Router
 
@@ -60,7 +58,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class CollectiveGroup:
+class CollectiveGroup(Collectives):
     """R virtual ranks on the processes of ``group``. The constructor is collective.
 
     Args:
@@ -92,11 +90,11 @@ class CollectiveGroup:
         num_virtual_ranks: int | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
-        placement: str | Sequence[int] = "contiguous",
-        transport: str = "auto",
+        placement: Placement | Sequence[int] = "contiguous",
+        transport: TransportName = "auto",
         domains: Sequence[int | str] | None = None,
         device: torch.device | str | None = None,
-        check: str = "first",
+        check: Check = "first",
         timeout: float | timedelta | None = None,
         costs: str | os.PathLike[str] | Mapping[str, cost_tables.Costs] | None = None,
     ) -> None:
@@ -164,141 +162,6 @@ class CollectiveGroup:
         """Where a virtual rank lives: its process, and its index among that process's shards. ValueError for none."""
         return self._planner.position(virtual_rank)
 
-    # Collectives
-
-    def all_reduce(
-        self,
-        shards: Shards,
-        lengths: Sequence[int] | Tensor | None = None,
-        *,
-        size: int | None = None,
-        op: str = "sum",
-        scale: float | None = None,
-        out_dtype: torch.dtype | None = None,
-        out: Tensor | None = None,
-        grad: str = "identity",
-        name: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """The ragged sum of all R shards on every process: ``y[j] = sum of x_r[j]`` over r with ``j < length_r``.
-
-        Args and errors: see the module. ``op``, ``scale``, ``out_dtype``, ``out`` as in :func:`shardsum.ragged_sum`.
-
-        Returns:
-            ``(size, *F)`` (with ``async_op`` a :class:`Handle` of it).
-        """
-        out_dtype = out.dtype if out_dtype is None and isinstance(out, Tensor) else out_dtype
-        options = (size, op, scale, out_dtype, grad, name)
-        return call(self._planner, "all_reduce", shards, lengths, options, out, async_op)
-
-    def reduce_scatter(
-        self,
-        shards: Shards,
-        lengths: Sequence[int] | Tensor | None = None,
-        *,
-        size: int | None = None,
-        splits: Sequence[int] | None = None,
-        op: str = "sum",
-        scale: float | None = None,
-        out_dtype: torch.dtype | None = None,
-        out: Tensor | Sequence[Tensor] | None = None,
-        name: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """The ragged sum, each virtual rank receiving its part of the positions.
-
-        Args and errors: see the module; ``splits`` are R ints that sum to ``size`` (default: even, longer first);
-        ``out`` is a list with one Tensor a hosted virtual rank, or the Tensor where there is one.
-
-        Returns:
-            ``(splits[v], *F)`` per hosted virtual rank v: a list, or a Tensor when ``shards`` was one and this process
-            hosts one virtual rank.
-        """
-        splits = tuple(splits) if isinstance(splits, list) else splits
-        options = (size, op, scale, out_dtype, splits, name)
-        return call(self._planner, "reduce_scatter", shards, lengths, options, out, async_op)
-
-    def all_gather(
-        self,
-        shards: Shards,
-        lengths: Sequence[int] | None = None,
-        *,
-        out: Tensor | None = None,
-        grad: str = "sum",
-        name: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """All shards behind one another in virtual-rank order, on every process. Any dtype; bits are kept.
-
-        Args and errors: see the module (lengths of forms (a) and (b)).
-
-        Returns:
-            ``(sum of lengths, *F)``.
-        """
-        return call(self._planner, "all_gather", shards, lengths, (grad, name), out, async_op)
-
-    def exchange(
-        self,
-        shards: Shards,
-        in_intervals: Sequence[Interval],
-        out_intervals: Sequence[Interval],
-        *,
-        size: int,
-        op: str = "sum",
-        scale: float | None = None,
-        out_dtype: torch.dtype | None = None,
-        out: Tensor | Sequence[Tensor] | None = None,
-        name: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """The operator itself: ``y_q[j] = sum of x_r[j]`` over r with ``j in I_r``, for ``j in O_q``.
-
-        Args:
-            shards: shard r holds the positions of ``in_intervals[r]`` (rows beyond them are ignored).
-            in_intervals, out_intervals: R pairs ``(begin, end)`` of global positions each, equal on all processes;
-                empty ones allowed, outputs may overlap. What no output covers is ignored and gets gradient 0.
-            size: the end of all positions.
-            out: as for :meth:`reduce_scatter`.
-
-        Returns:
-            ``(|O_v|, *F)`` per hosted virtual rank v, in the form of ``shards`` (see :meth:`reduce_scatter`).
-        """
-        options = (size, op, scale, out_dtype, name)
-        intervals = (in_intervals, out_intervals)
-        return call(self._planner, "exchange", shards, intervals, options, out, async_op)
-
-    def plan(
-        self,
-        collective: str,
-        lengths: Sequence[int] | None = None,
-        /,
-        *,
-        row_shape: Sequence[int] = (),
-        dtype: torch.dtype = torch.float32,
-        s_max: int | None = None,
-        **options: Any,
-    ) -> Plan:
-        """A collective with everything decided, to be called again and again. Collective.
-
-        Args:
-            collective: "all_reduce", "reduce_scatter", "all_gather" or "exchange".
-            lengths: R ints. Not for "exchange".
-            row_shape, dtype: trailing shape ``*F`` and dtype of the shards.
-            s_max: in place of ``lengths`` where the device alone knows them: the rows of every padded shard. The
-                lengths then come with each call (``plan(shards, lengths=tensor)``), and ``size`` is required.
-            options: what the collective of that name takes beside shards, lengths, ``out`` and ``async_op``.
-
-        Raises:
-            ValueError: an argument is malformed, or processes disagree; on every process.
-
-        Example:
-            >>> plan = group.plan("reduce_scatter", [4, 2, 0, 3], row_shape=(8,), dtype=torch.bfloat16)
-            >>> parts = plan(shards)
-        """
-        grad = "identity" if collective == "all_reduce" else "sum"
-        return self._planner.plan(collective, s_max if lengths is None else lengths, {"grad": grad, **options},
-                                  row_shape, dtype)  # fmt: skip
-
     # Agreement for operations made of several collectives
 
     def refuse(self, name: str, error: Exception, counted: bool = False) -> Exception:
@@ -326,7 +189,7 @@ class CollectiveGroup:
         row_shape: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
         out_dtype: torch.dtype | None = None,
-        collective: str = "all_reduce",
+        collective: Literal["all_reduce", "reduce_scatter", "all_gather"] = "all_reduce",
     ) -> Explanation:
         """Which transport such a call takes and why, with the bytes it moves. Nothing is sent.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,24 +14,28 @@ if TYPE_CHECKING:
     from .planner import Planner
 
 
-class Handle:
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
     """A collective under way. ``wait()`` returns its result; on CUDA it only makes the current stream wait.
 
     On the CPU a large message travels in several steps. A process takes them in ``wait()``, or in its next call of the
     group: until then, others may wait for it.
     """
 
-    def __init__(self, finish: Callable[[], Any]) -> None:
-        self._finish: Callable[[], Any] | None = finish
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
         self._result: Any = None
 
-    def wait(self) -> Any:
+    def wait(self) -> T:
+        """The result; blocks the host on gloo only."""
         if self._finish is not None:
             self._result, self._finish = self._finish(), None
         return self._result
 
 
-def start_on_cpu(planner: Planner, name: str, job: Job, deliver: Callable[[list[Tensor]], Any]) -> Handle:
+def start_on_cpu(planner: Planner, name: str, job: Job, deliver: Callable[[list[Tensor]], Any]) -> Handle[Any]:
     """The handle of a job whose first transfers have started."""
 
     def complete() -> list[Tensor]:  # perhaps in a later call of the group
@@ -58,7 +62,7 @@ def start_on_stream(
     tensors: list[Tensor],
     run: Callable[[], list[Tensor]],
     deliver: Callable[[list[Tensor]], Any],
-) -> Handle:
+) -> Handle[Any]:
     """Run on ``stream`` after the current one's work; the handle makes the stream that waits wait for it.
 
     ``tensors`` are what ``run`` reads and writes.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 _is_compiling = torch.compiler.is_compiling
 
 
-class Plan:
+#: What a list of shards gives: a Tensor (all_reduce, all_gather), or a list of them.
+R = TypeVar("R")
+
+
+class Plan(Generic[R]):
     """Made by :meth:`shardsum.ShardGroup.plan`; call it with the shards of this process.
 
     It works in eager code, under autograd, inside ``torch.compile(fullgraph=True)``, and in CUDA graph capture once it
@@ -72,6 +76,14 @@ class Plan:
 
     # Calls
 
+    @overload
+    def __call__(
+        self, shards: Tensor, out: Tensor | Sequence[Tensor] | None = ..., *, lengths: Tensor | None = ...
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self, shards: Sequence[Tensor], out: Tensor | Sequence[Tensor] | None = ..., *, lengths: Tensor | None = ...
+    ) -> R: ...
     def __call__(self, shards: Shards, out: Any = None, *, lengths: Tensor | None = None) -> Any:
         """Run the collective. Collective: all processes call the same plans in the same order.
 
@@ -120,10 +132,18 @@ class Plan:
 
     def on_list(self, shards: list[Tensor]) -> list[Tensor]:
         """A call with one Tensor a hosted source that gives one a hosted sink, whatever the collective's form."""
-        outs = self(shards)
+        outs: Any = self(shards)
         return outs if isinstance(outs, list) else [outs]
 
-    def start(self, shards: Shards, out: Any = None, *, lengths: Tensor | None = None) -> Handle:
+    @overload
+    def start(
+        self, shards: Tensor, out: Tensor | Sequence[Tensor] | None = ..., *, lengths: Tensor | None = ...
+    ) -> Handle[Tensor]: ...
+    @overload
+    def start(
+        self, shards: Sequence[Tensor], out: Tensor | Sequence[Tensor] | None = ..., *, lengths: Tensor | None = ...
+    ) -> Handle[R]: ...
+    def start(self, shards: Shards, out: Any = None, *, lengths: Tensor | None = None) -> Handle[Any]:
         """Begin the collective; ``wait()`` of the handle gives the result. Not with shards that require grad.
 
         Calls of a group are ordered: the next one begins when this one's transfers have started.

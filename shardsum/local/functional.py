@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 
 from ..core.checks import check_host_lengths, check_shards, check_size, describe, is_strided
 from ..core.numerics import accumulator_dtype
+from ..core.words import Op
 from . import kernels
 from . import ops as operators
 from .arguments import check_numerics, check_out, device_bounds, to_host
@@ -35,7 +36,7 @@ def ragged_sum(
     *,
     starts: Sequence[int] | Tensor | None = None,
     size: int | None = None,
-    op: str = "sum",
+    op: Op = "sum",
     scale: float | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
@@ -93,7 +94,7 @@ def masked_sum(
     x: Tensor,
     mask: Tensor,
     *,
-    op: str = "sum",
+    op: Op = "sum",
     scale: float | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.checks import as_ints, check_index_tensor, check_size, describe, is_strided
 from ..core.numerics import NATIVE_DTYPES, check_op
+from ..core.words import Op
 from . import ops as operators
 from .arguments import check_numerics, check_out
 from .functional import deliver, run
@@ -50,8 +51,12 @@ class MaskedSum(nn.Module):
     packed_mask: Tensor | None
     _mask: Tensor | None
 
+    if TYPE_CHECKING:  # nn.Module's is Any
+
+        def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor: ...
+
     def __init__(
-        self, mask: Tensor, *, op: str = "sum", scale: float | None = None, out_dtype: torch.dtype | None = None
+        self, mask: Tensor, *, op: Op = "sum", scale: float | None = None, out_dtype: torch.dtype | None = None
     ) -> None:
         if not is_strided(mask) or mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] == 0 or mask.is_meta:
             where = " on meta" if isinstance(mask, Tensor) and mask.is_meta else ""
@@ -69,7 +74,7 @@ class MaskedSum(nn.Module):
         lengths: Sequence[int] | Tensor,
         size: int,
         *,
-        op: str = "sum",
+        op: Op = "sum",
         scale: float | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> MaskedSum:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..core import bits, layout, reference
+from ..core.words import Op, TransportName
 from ..local.functional import ragged_sum
 from ..native import loader as native
 from ..training.shard_group import ShardGroup
@@ -24,7 +25,7 @@ from .launcher import gather_texts, launched
 
 _TIMEOUT = 60.0
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
-_Path = Callable[[list[Tensor], str], Tensor]  # the shards of all R virtual ranks, op -> (size, features)
+_Path = Callable[[list[Tensor], Op], Tensor]  # the shards of all R virtual ranks, op -> (size, features)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +107,9 @@ class _Comparison:
         yield "one process, torch", self._reference
         status = native.status()
         yield "one process, native", self._local if status.backend == "native" else status.reason
-        several = ("gather", "all_to_all", "carry", "peer")
-        for transport in several if self.group.world_size > 1 else ("local",):
+        several: tuple[TransportName, ...] = ("gather", "all_to_all", "carry", "peer")
+        alone: tuple[TransportName, ...] = ("local",)
+        for transport in several if self.group.world_size > 1 else alone:
             try:
                 group = self._group(transport)
             except (ValueError, RuntimeError) as error:
@@ -131,8 +133,9 @@ class _Comparison:
         return same
 
     def _results(self, path: _Path) -> list[Tensor]:
-        ops = [(shards, op) for shards in self.inputs for op in ("sum", "mean")]
-        return [path(shards, op) for shards, op in ops if op == "sum" or shards[0].is_floating_point()]
+        ops: tuple[Op, ...] = ("sum", "mean")
+        calls = [(shards, op) for shards in self.inputs for op in ops]
+        return [path(shards, op) for shards, op in calls if op == "sum" or shards[0].is_floating_point()]
 
     def _random_shards(self, dtype: torch.dtype) -> list[Tensor]:
         """Values over many orders of magnitude, so that another order of adding gives other bits."""
@@ -144,23 +147,23 @@ class _Comparison:
             shards.append(values.to(dtype).to(self.device))
         return shards
 
-    def _reference(self, shards: list[Tensor], op: str) -> Tensor:
+    def _reference(self, shards: list[Tensor], op: Op) -> Tensor:
         starts = [0] * len(shards)
         return reference.ragged_sum(shards, starts, self.config.size, op=op, out_dtype=shards[0].dtype)
 
-    def _local(self, shards: list[Tensor], op: str) -> Tensor:
+    def _local(self, shards: list[Tensor], op: Op) -> Tensor:
         return ragged_sum(shards, size=self.config.size, op=op)
 
-    def _all_reduce(self, group: ShardGroup, shards: list[Tensor], op: str) -> Tensor:
+    def _all_reduce(self, group: ShardGroup, shards: list[Tensor], op: Op) -> Tensor:
         hosted = [shards[v] for v in group.virtual_ranks]
         return group.all_reduce(hosted, self.lengths, size=self.config.size, op=op)
 
-    def _reduce_scatter(self, group: ShardGroup, shards: list[Tensor], op: str) -> Tensor:
+    def _reduce_scatter(self, group: ShardGroup, shards: list[Tensor], op: Op) -> Tensor:
         hosted = [shards[v] for v in group.virtual_ranks]
         parts = group.reduce_scatter(hosted, self.lengths, size=self.config.size, op=op)
         return group.all_gather(parts, layout.split_evenly(self.config.size, group.num_virtual_ranks))
 
-    def _group(self, transport: str) -> ShardGroup:
+    def _group(self, transport: TransportName) -> ShardGroup:
         return ShardGroup(
             self.config.num_virtual_ranks,
             placement=self.config.placement,

@@ -7,7 +7,7 @@ the largest absolute score: every output is within ``2 eps ((D + 1) A + L + 8) m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 from torch import Tensor
 
@@ -16,9 +16,29 @@ from .context_checks import hosted_tensors
 from .lockstep import running
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from .shard_group import ShardGroup
 
 
+class CallOptions(TypedDict, total=False):
+    """What :func:`context_parallel_attention` takes beside tensors and group."""
+
+    lengths: Sequence[int] | None
+    cu_seqlens: Sequence[int] | Tensor | None
+    scale: float | None
+    causal: bool
+    window: Sequence[int] | None
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: ShardGroup, **options: Unpack[CallOptions]
+) -> Tensor: ...
+@overload
+def context_parallel_attention(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], group: ShardGroup, **options: Unpack[CallOptions]
+) -> list[Tensor]: ...
 def context_parallel_attention(
     q: Hosted,
     k: Hosted,
@@ -63,7 +83,8 @@ def context_parallel_attention(
         return now.meet("context_parallel_attention", context_parallel_attention, (q, k, v), (group,), **options)
     if lengths is None:
         lengths = _count(group, q)
-    return _batch(group, lengths, cu_seqlens, causal, window).attention(q, k, v, scale=scale)
+    batch: Any = _batch(group, lengths, cu_seqlens, causal, window)  # q, k and v are all Tensors or all lists
+    return batch.attention(q, k, v, scale=scale)
 
 
 def _count(group: ShardGroup, q: Hosted) -> list[int]:

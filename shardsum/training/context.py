@@ -14,19 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from . import context_ops as ops
-from .context_checks import check_shapes, hosted_tensors
+from .context_checks import AttentionOptions, check_shapes, hosted_tensors
 from .context_kernels import has_lse, kernel_of
 from .context_plan import Borders, SequencePlan, to_device
 from .documents import documents_of
 from .lockstep import running
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ..group.group import CollectiveGroup
     from ..group.plan import Plan
 
@@ -154,6 +156,40 @@ class ContextBatch:
 
     # Attention
 
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor: ...
+    @overload
+    def attention(
+        self,
+        q: Sequence[Tensor],
+        k: Sequence[Tensor],
+        v: Sequence[Tensor],
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[AttentionOptions],
+    ) -> list[Tensor]: ...
+    @overload
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def attention(
+        self,
+        q: Sequence[Tensor],
+        k: Sequence[Tensor],
+        v: Sequence[Tensor],
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[AttentionOptions],
+    ) -> tuple[list[Tensor], list[Tensor]]: ...
     def attention(
         self,
         q: Hosted,

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from ..core.checks import as_ints
 from ..core.numerics import check_op
+
+
+class AttentionOptions(TypedDict, total=False):
+    """What a batch's attention takes beside q, k, v and ``return_lse``."""
+
+    scale: float | None
+    inner: Callable[..., Any] | None
 
 
 def hosted_tensors(name: str, x: Any, ranks: Sequence[int]) -> tuple[bool, list[Tensor]]:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ..core.numerics import check_op
+from ..core.words import Op
 from ..group.plan import Plan
 from .shard_group import ShardGroup
 
@@ -59,7 +60,8 @@ class HookState:
     def plan(self, size: int, dtype: torch.dtype) -> Plan:
         """The reduction of buckets of ``size`` elements. Collective where they are the first of their size."""
         if (size, dtype) not in self._plans:
-            lengths, op = [size] * self.group.num_virtual_ranks, "mean" if self.scale is None else "sum"
+            lengths = [size] * self.group.num_virtual_ranks
+            op: Op = "mean" if self.scale is None else "sum"
             self._plans[size, dtype] = self.group.plan(
                 "all_reduce", lengths, size=size, dtype=dtype, op=op, scale=self.scale
             )

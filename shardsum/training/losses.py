@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.checks import describe, is_count, is_strided
+from ..core.words import Grad
 
 if TYPE_CHECKING:
     from ..group.group import CollectiveGroup
@@ -17,7 +18,7 @@ Scalars = Tensor | Sequence[Tensor] | Sequence[int] | int
 
 
 def token_mean(
-    group: CollectiveGroup, loss_sum: Scalars, num_valid: Scalars, *, grad: str = "identity"
+    group: CollectiveGroup, loss_sum: Scalars, num_valid: Scalars, *, grad: Grad = "identity"
 ) -> tuple[Tensor, Tensor]:
     """What ``group.token_mean`` returns. A virtual rank with no valid tokens contributes nothing, whatever its loss."""
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.words import Grad
 from ..group.group import CollectiveGroup
 from ..group.plan import Plan
 from . import checkpointing, lockstep, losses
@@ -79,7 +80,7 @@ class ShardGroup(CollectiveGroup):
         return balanced_lengths(self.owners, cu_seqlens, causal=causal, window=window, position_cost=position_cost)
 
     def token_mean(
-        self, loss_sum: losses.Scalars, num_valid: losses.Scalars, *, grad: str = "identity"
+        self, loss_sum: losses.Scalars, num_valid: losses.Scalars, *, grad: Grad = "identity"
     ) -> tuple[Tensor, Tensor]:
         """The mean loss over all valid tokens of all virtual ranks, without synchronisation.
 

@@ -15,7 +15,7 @@ What shardsum moves is what is valid; rates count the padded result, as nccl-tes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...core import reference
 from ...core.layout import intervals_of, split_evenly
+from ...core.words import TransportName
 from ...training.shard_group import ShardGroup
 from .buffers import rotation
 from .collective_cases import Case, lengths_of, packed_documents
@@ -47,7 +48,7 @@ class Suite:
         self.groups: dict[str, ShardGroup] = {}
         for transport in transports:
             try:
-                self.groups[transport] = ShardGroup(transport=transport)
+                self.groups[transport] = ShardGroup(transport=cast(TransportName, transport))
             except (ValueError, RuntimeError) as error:
                 bench.report.say(f"transport {transport} is left out: {' '.join(str(error).split())}")
         self.symmetric: Symmetric | None = None

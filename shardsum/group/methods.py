@@ -1,0 +1,295 @@
+"""The collectives as users call them, with types that tell one Tensor from a list of them.
+
+What holds for all of them is said in :mod:`shardsum.group.group`. The overloads are for type checkers; what runs is the
+last definition of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from ..core.layout import Interval
+from ..core.words import Grad, Op
+from .arguments import Shards
+from .calls import call
+from .handle import Handle
+from .plan import Plan
+from .planner import Planner
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from . import options as takes
+
+HostLengths = Sequence[int] | None
+Lengths = HostLengths | Tensor
+
+
+class Collectives:
+    """What :class:`shardsum.group.group.CollectiveGroup` offers over its planner."""
+
+    _planner: Planner
+
+    @overload
+    def all_reduce(
+        self,
+        shards: Shards,
+        lengths: Lengths = None,
+        *,
+        async_op: Literal[False] = False,
+        **options: Unpack[takes.AllReduce],
+    ) -> Tensor: ...
+    @overload
+    def all_reduce(
+        self, shards: Shards, lengths: Lengths = None, *, async_op: Literal[True], **options: Unpack[takes.AllReduce]
+    ) -> Handle[Tensor]: ...
+    def all_reduce(
+        self,
+        shards: Shards,
+        lengths: Sequence[int] | Tensor | None = None,
+        *,
+        size: int | None = None,
+        op: Op = "sum",
+        scale: float | None = None,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+        grad: Grad = "identity",
+        name: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """The ragged sum of all R shards on every process: ``y[j] = sum of x_r[j]`` over r with ``j < length_r``.
+
+        Args and errors: see the module. ``op``, ``scale``, ``out_dtype``, ``out`` as in :func:`shardsum.ragged_sum`.
+
+        Returns:
+            ``(size, *F)`` (with ``async_op`` a :class:`Handle` of it).
+        """
+        out_dtype = out.dtype if out_dtype is None and isinstance(out, Tensor) else out_dtype
+        options = (size, op, scale, out_dtype, grad, name)
+        return call(self._planner, "all_reduce", shards, lengths, options, out, async_op)
+
+    @overload
+    def reduce_scatter(
+        self,
+        shards: Tensor,
+        lengths: Lengths = None,
+        *,
+        async_op: Literal[False] = False,
+        **options: Unpack[takes.ReduceScatter],
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatter(
+        self,
+        shards: Sequence[Tensor],
+        lengths: Lengths = None,
+        *,
+        async_op: Literal[False] = False,
+        **options: Unpack[takes.ReduceScatter],
+    ) -> list[Tensor]: ...
+    @overload
+    def reduce_scatter(
+        self,
+        shards: Tensor,
+        lengths: Lengths = None,
+        *,
+        async_op: Literal[True],
+        **options: Unpack[takes.ReduceScatter],
+    ) -> Handle[Tensor]: ...
+    @overload
+    def reduce_scatter(
+        self,
+        shards: Sequence[Tensor],
+        lengths: Lengths = None,
+        *,
+        async_op: Literal[True],
+        **options: Unpack[takes.ReduceScatter],
+    ) -> Handle[list[Tensor]]: ...
+    def reduce_scatter(
+        self,
+        shards: Shards,
+        lengths: Sequence[int] | Tensor | None = None,
+        *,
+        size: int | None = None,
+        splits: Sequence[int] | None = None,
+        op: Op = "sum",
+        scale: float | None = None,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | Sequence[Tensor] | None = None,
+        name: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """The ragged sum, each virtual rank receiving its part of the positions.
+
+        Args and errors: see the module; ``splits`` are R ints that sum to ``size`` (default: even, longer first);
+        ``out`` is a list with one Tensor a hosted virtual rank, or the Tensor where there is one.
+
+        Returns:
+            ``(splits[v], *F)`` per hosted virtual rank v: a list, or a Tensor when ``shards`` was one and this process
+            hosts one virtual rank. (Type checkers take a Tensor to be one shard, not several stacked ones.)
+        """
+        splits = tuple(splits) if isinstance(splits, list) else splits
+        options = (size, op, scale, out_dtype, splits, name)
+        return call(self._planner, "reduce_scatter", shards, lengths, options, out, async_op)
+
+    @overload
+    def all_gather(
+        self,
+        shards: Shards,
+        lengths: Sequence[int] | None = None,
+        *,
+        async_op: Literal[False] = False,
+        **options: Unpack[takes.AllGather],
+    ) -> Tensor: ...
+    @overload
+    def all_gather(
+        self,
+        shards: Shards,
+        lengths: Sequence[int] | None = None,
+        *,
+        async_op: Literal[True],
+        **options: Unpack[takes.AllGather],
+    ) -> Handle[Tensor]: ...
+    def all_gather(
+        self,
+        shards: Shards,
+        lengths: Sequence[int] | None = None,
+        *,
+        out: Tensor | None = None,
+        grad: Grad = "sum",
+        name: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """All shards behind one another in virtual-rank order, on every process. Any dtype; bits are kept.
+
+        Args and errors: see the module (lengths of forms (a) and (b)).
+
+        Returns:
+            ``(sum of lengths, *F)``.
+        """
+        return call(self._planner, "all_gather", shards, lengths, (grad, name), out, async_op)
+
+    @overload
+    def exchange(
+        self,
+        shards: Tensor,
+        in_intervals: Sequence[Interval],
+        out_intervals: Sequence[Interval],
+        *,
+        async_op: Literal[False] = False,
+        **options: Unpack[takes.Exchange],
+    ) -> Tensor: ...
+    @overload
+    def exchange(
+        self,
+        shards: Sequence[Tensor],
+        in_intervals: Sequence[Interval],
+        out_intervals: Sequence[Interval],
+        *,
+        async_op: Literal[False] = False,
+        **options: Unpack[takes.Exchange],
+    ) -> list[Tensor]: ...
+    @overload
+    def exchange(
+        self,
+        shards: Tensor,
+        in_intervals: Sequence[Interval],
+        out_intervals: Sequence[Interval],
+        *,
+        async_op: Literal[True],
+        **options: Unpack[takes.Exchange],
+    ) -> Handle[Tensor]: ...
+    @overload
+    def exchange(
+        self,
+        shards: Sequence[Tensor],
+        in_intervals: Sequence[Interval],
+        out_intervals: Sequence[Interval],
+        *,
+        async_op: Literal[True],
+        **options: Unpack[takes.Exchange],
+    ) -> Handle[list[Tensor]]: ...
+    def exchange(
+        self,
+        shards: Shards,
+        in_intervals: Sequence[Interval],
+        out_intervals: Sequence[Interval],
+        *,
+        size: int,
+        op: Op = "sum",
+        scale: float | None = None,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | Sequence[Tensor] | None = None,
+        name: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """The operator itself: ``y_q[j] = sum of x_r[j]`` over r with ``j in I_r``, for ``j in O_q``.
+
+        Args:
+            shards: shard r holds the positions of ``in_intervals[r]`` (rows beyond them are ignored).
+            in_intervals, out_intervals: R pairs ``(begin, end)`` of global positions each, equal on all processes;
+                empty ones allowed, outputs may overlap. What no output covers is ignored and gets gradient 0.
+            size: the end of all positions.
+            out: as for :meth:`reduce_scatter`.
+
+        Returns:
+            ``(|O_v|, *F)`` per hosted virtual rank v, in the form of ``shards`` (see :meth:`reduce_scatter`).
+        """
+        options = (size, op, scale, out_dtype, name)
+        intervals = (in_intervals, out_intervals)
+        return call(self._planner, "exchange", shards, intervals, options, out, async_op)
+
+    @overload
+    def plan(
+        self, collective: Literal["all_reduce"], lengths: HostLengths = None, /, **options: Unpack[takes.AllReducePlan]
+    ) -> Plan[Tensor]: ...
+    @overload
+    def plan(
+        self, collective: Literal["all_gather"], lengths: HostLengths = None, /, **options: Unpack[takes.AllGatherPlan]
+    ) -> Plan[Tensor]: ...
+    @overload
+    def plan(
+        self,
+        collective: Literal["reduce_scatter"],
+        lengths: HostLengths = None,
+        /,
+        **options: Unpack[takes.ReduceScatterPlan],
+    ) -> Plan[list[Tensor]]: ...
+    @overload
+    def plan(
+        self, collective: Literal["exchange"], lengths: HostLengths = None, /, **options: Unpack[takes.ExchangePlan]
+    ) -> Plan[list[Tensor]]: ...
+    def plan(
+        self,
+        collective: str,
+        lengths: Sequence[int] | None = None,
+        /,
+        *,
+        row_shape: Sequence[int] = (),
+        dtype: torch.dtype = torch.float32,
+        s_max: int | None = None,
+        **options: Any,
+    ) -> Plan[Any]:
+        """A collective with everything decided, to be called again and again. Collective.
+
+        Args:
+            collective: "all_reduce", "reduce_scatter", "all_gather" or "exchange".
+            lengths: R ints. Not for "exchange".
+            row_shape, dtype: trailing shape ``*F`` and dtype of the shards.
+            s_max: in place of ``lengths`` where the device alone knows them: the rows of every padded shard. The
+                lengths then come with each call (``plan(shards, lengths=tensor)``), and ``size`` is required.
+            options: what the collective of that name takes beside shards, lengths, ``out`` and ``async_op``.
+
+        Raises:
+            ValueError: an argument is malformed, or processes disagree; on every process.
+
+        Example:
+            >>> plan = group.plan("reduce_scatter", [4, 2, 0, 3], row_shape=(8,), dtype=torch.bfloat16)
+            >>> parts = plan(shards)
+        """
+        grad = "identity" if collective == "all_reduce" else "sum"
+        return self._planner.plan(collective, s_max if lengths is None else lengths, {"grad": grad, **options},
+                                  row_shape, dtype)  # fmt: skip
