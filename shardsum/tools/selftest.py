@@ -13,12 +13,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from ..core import bits, reference
+from ..core.words import TransportName
 from ..training.shard_group import ShardGroup
 
 _LENGTHS, _SIZE, _FEATURES = (6, 20, 0, 13), 20, 96
@@ -144,7 +145,7 @@ def _share(store: dist.Store, key: str, value: Any, timeout: float) -> dict[int,
 def _transport(name: str, device: torch.device, timeout: float) -> Trial:
     """One ragged sum of fp32 and one of bf16, on every process, against the definition."""
     try:
-        group = ShardGroup(len(_owners()), transport=name, device=device, timeout=timeout)
+        group = ShardGroup(len(_owners()), transport=cast(TransportName, name), device=device, timeout=timeout)
     except (ValueError, RuntimeError) as error:
         return Trial(name, None if isinstance(error, ValueError) else False, str(error))
     lengths = (_LENGTHS * len(_owners()))[: len(_owners())]
