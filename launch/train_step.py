@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from shardsum import ShardGroup, context_parallel_attention
+from shardsum import ShardGroup
+from shardsum.training.context import ContextBatch
 from shardsum.training.hooks import HookState, ddp_comm_hook
 
 DIM, HEADS, LENGTH = 64, 4, 256
@@ -26,17 +27,16 @@ DIM, HEADS, LENGTH = 64, 4, 256
 class Model(nn.Module):
     """One attention layer over this rank's chunk of the sequence."""
 
-    def __init__(self, group: ShardGroup) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.group = group
         self.token, self.position = nn.Embedding(256, DIM), nn.Embedding(LENGTH, DIM)
         self.norm, self.qkv, self.out = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
         self.head = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, 256))
 
-    def forward(self, tokens: Tensor, positions: Tensor, lengths: list[int]) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, cp: ContextBatch) -> Tensor:
         x = self.token(tokens) + self.position(positions)
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).unbind(1)
-        attended = context_parallel_attention(q, k, v, self.group, lengths=lengths)  # [1]
+        attended = cp.attention(q, k, v)  # [1]
         return self.head(x + self.out(attended.flatten(1)))
 
 
@@ -47,7 +47,7 @@ def train(sequence_ranks: int, steps: int, device: str = "cpu") -> list[float]:
     dp_rank, dp_size = mesh["dp"].get_local_rank(), shape[0]
     world, sequence = ShardGroup(device=device), ShardGroup(group=mesh["sp"], device=device)  # [2]
     torch.manual_seed(0)
-    model = DistributedDataParallel(Model(sequence).to(device))
+    model = DistributedDataParallel(Model().to(device))
     model.register_comm_hook(HookState(world, scale=1 / dp_size), ddp_comm_hook)  # [3] sum over sp, mean over dp
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
@@ -59,7 +59,7 @@ def train(sequence_ranks: int, steps: int, device: str = "cpu") -> list[float]:
     for step in range(steps):
         here = (step * dp_size + dp_rank) * LENGTH % (len(text) - LENGTH) + positions
         targets = text[here + 1].masked_fill(text[here] == ord("\n"), -100)  # unequal numbers of targets, too
-        logits = model(text[here], positions, lengths)
+        logits = model(text[here], positions, sequence.context_parallel(lengths))  # a plan for all layers
         loss_sum = F.cross_entropy(logits, targets, reduction="sum")
         loss, _ = sequence.token_mean(loss_sum, (targets != -100).sum())  # [4] the exact count of the whole sequence
         optimizer.zero_grad()

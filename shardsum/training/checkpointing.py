@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from . import lockstep
@@ -34,6 +34,8 @@ def checkpoint(
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     now = lockstep.running(group)
     if now is None:
+        if preserve_rng_state and not torch.compiler.is_compiling():
+            function = group.generators.replayed(function)
         return torch_checkpoint(function, *args, **options, **kwargs)
     options |= {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     return now.meet("checkpoint", _checkpoint_all, (partial(function, **kwargs), args), (group,), **options)
@@ -44,30 +46,17 @@ def _checkpoint_all(
 ) -> Any:
     """One checkpoint for the layer of all hosted virtual ranks; a list of their results."""
     flat = [x for args in arguments for x in args]
-    return torch_checkpoint(_Layers(group, functions, [len(args) for args in arguments]), *flat, **options)
+    layers = group.generators.replayed(_Layers(group, functions, [len(args) for args in arguments]))
+    return torch_checkpoint(layers, *flat, **options)
 
 
 class _Layers:
-    """The hosted virtual ranks' functions in a lockstep of their own, on their arguments behind one another.
-
-    Called once forward, and once more where the backward needs what it did not keep: with the random streams as they
-    were the first time, which torch knows of the default generators only.
-    """
+    """The hosted virtual ranks' functions in a lockstep of their own, on their arguments behind one another."""
 
     def __init__(self, group: ShardGroup, functions: Sequence[Callable[..., Any]], counts: Sequence[int]) -> None:
         self._group, self._functions, self._counts = group, functions, counts
-        self._streams: dict[int, dict[str, Tensor]] | None = None
 
     def __call__(self, *flat: Any) -> list[Any]:
         rest = iter(flat)
         calls = [partial(f, *[next(rest) for _ in range(n)]) for f, n in zip(self._functions, self._counts)]
-        generators = self._group.generators
-        now = generators.mark()
-        if self._streams is None:
-            self._streams = now
-            return lockstep.run(self._group, calls)
-        try:
-            generators.back_to(self._streams)
-            return lockstep.run(self._group, calls)
-        finally:
-            generators.back_to(now)
+        return lockstep.run(self._group, calls)

@@ -3,12 +3,23 @@
 ``nn.Dropout`` and the other random operators take no generator: they draw from the default one. Around virtual rank
 v's work the default generators (the CPU's, and that of the group's device) are therefore switched to v's state and
 switched back afterwards. The stream of v is a function of (seed, v) and of what v has drawn, never of the process.
+
+**Activation checkpointing.** torch.utils.checkpoint sets the default generators back for the recomputation of a layer,
+but does not know these streams. A context that opens *inside* a checkpointed function needs one of
+
+    checkpoint(function, x, use_reentrant=False, context_fn=group.generators.checkpoint_contexts)
+    checkpoint(group.generators.replayed(function), x, use_reentrant=True)      # or False
+    group.checkpoint(function, x)
+
+With each the recomputation draws the numbers of the forward, and the streams stand afterwards where they stood before.
+Without, a context that draws numbers in a backward pass is an error. (A context *around* the checkpoint needs nothing.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +53,7 @@ class RankGenerators:
         self._virtual_ranks = tuple(virtual_ranks)
         self._device = torch.device(device)
         self._active: set[int] = set()
+        self._replaying = False
         self.manual_seed(seed)
 
     def manual_seed(self, seed: int) -> None:
@@ -61,6 +73,8 @@ class RankGenerators:
 
         Raises:
             ValueError: ``v`` is not hosted by this process, or its context is open already.
+            RuntimeError: numbers were drawn in the recomputation of a checkpointed function that does not replay the
+                streams (see the module); they are not those of the forward.
         """
         if v not in self._states:
             raise ValueError(f"rng: virtual rank {v} is not hosted here; this process hosts {self._virtual_ranks}")
@@ -72,9 +86,34 @@ class RankGenerators:
         try:
             yield
         finally:
-            self._states[v] = self._get()
+            drawn = self._get()
             self._set(outside)
             self._active.discard(v)
+            if self._replaying or torch._C._current_graph_task_id() == -1:
+                self._states[v] = drawn
+            elif not all(torch.equal(drawn[device], state) for device, state in self._states[v].items()):
+                raise RuntimeError(
+                    f"rng: virtual rank {v} drew random numbers in a backward pass, where torch.utils.checkpoint "
+                    "computes a function again: they differ from those of the forward; pass context_fn="
+                    "group.generators.checkpoint_contexts to it, or group.generators.replayed(function), or use "
+                    "group.checkpoint"
+                )
+
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """``context_fn`` of torch.utils.checkpoint without reentrant autograd: the recomputation replays the streams.
+
+        Example:
+            >>> y = checkpoint(layer, x, use_reentrant=False, context_fn=group.generators.checkpoint_contexts)
+        """
+        return nullcontext(), _Replay(self, self.mark())
+
+    def replayed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` for one call of torch.utils.checkpoint of either kind: its later calls replay the first one.
+
+        Example:
+            >>> y = checkpoint(group.generators.replayed(layer), x, use_reentrant=True)
+        """
+        return _Replayed(self, function)
 
     def mark(self) -> dict[int, dict[str, Tensor]]:
         """Where the streams are now, for :meth:`back_to`. No operator runs, so no mode of torch sees it."""
@@ -120,3 +159,34 @@ class RankGenerators:
         torch.set_rng_state(states["cpu"])
         if self._device.type != "cpu":
             torch.get_device_module(self._device).set_rng_state(states[self._device.type], self._device)
+
+
+class _Replay:
+    """Inside, the streams go on from a mark; afterwards they are where they were. May be entered several times."""
+
+    def __init__(self, generators: RankGenerators, mark: Mapping[int, dict[str, Tensor]]) -> None:
+        self._generators, self._mark = generators, mark
+        self._outside: list[tuple[dict[int, dict[str, Tensor]], bool]] = []
+
+    def __enter__(self) -> None:
+        generators = self._generators
+        self._outside.append((generators.mark(), generators._replaying))
+        generators.back_to(self._mark)
+        generators._replaying = True
+
+    def __exit__(self, *_: object) -> None:
+        streams, self._generators._replaying = self._outside.pop()
+        self._generators.back_to(streams)
+
+
+class _Replayed:
+    def __init__(self, generators: RankGenerators, function: Callable[..., Any]) -> None:
+        self._generators, self._function = generators, function
+        self._replay: _Replay | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._replay is None:
+            self._replay = _Replay(self._generators, self._generators.mark())
+            return self._function(*args, **kwargs)
+        with self._replay:
+            return self._function(*args, **kwargs)

@@ -80,20 +80,34 @@ class ShardGroup(CollectiveGroup):
         return balanced_lengths(self.owners, cu_seqlens, causal=causal, window=window, position_cost=position_cost)
 
     def token_mean(
-        self, loss_sum: losses.Scalars, num_valid: losses.Scalars, *, grad: Grad = "identity"
+        self,
+        loss_sum: losses.Scalars,
+        num_valid: losses.Scalars,
+        *,
+        denominator: Tensor | float | None = None,
+        grad: Grad = "identity",
     ) -> tuple[Tensor, Tensor]:
         """The mean loss over all valid tokens of all virtual ranks, without synchronisation.
 
+        :mod:`shardsum.training.losses` has recipes: gradient accumulation, weighted tokens, auxiliary losses.
+
         Args:
-            loss_sum: 0-dim floating Tensor per hosted virtual rank: the sum of its tokens' losses.
-            num_valid: 0-dim integer Tensor (or int) per hosted virtual rank: how many tokens that was. Where it is 0,
-                the rank's loss_sum is ignored.
+            loss_sum: 0-dim floating Tensor per hosted virtual rank: the sum of its tokens' losses. Or sums of any one
+                shape, for the mean of each.
+            num_valid: 0-dim integer Tensor (or int) per hosted virtual rank: how many tokens that was. Floating where
+                tokens are weighted: the sum of weights. Or of loss_sum's shape. Where it is 0, loss_sum is ignored.
+            denominator: divide by this number (int, float, or Tensor of one element; the same on every process) and
+                not by the sum of num_valid.
             grad: as of :meth:`all_reduce`; each token's gradient is 1 / (all valid tokens) with "identity".
 
         Returns:
-            ``(mean, count)``: float32 and int64, both 0-dim; mean 0 where count is 0.
+            ``(mean, count)``: float32, and the sum of num_valid (int64; float32 of weights), both 0-dim (or of the
+            given shapes); mean 0 where the divisor is 0.
+
+        Raises:
+            ValueError: an argument has another type or shape; names the virtual rank.
         """
-        return losses.token_mean(self, loss_sum, num_valid, grad=grad)
+        return losses.token_mean(self, loss_sum, num_valid, denominator=denominator, grad=grad)
 
     def replicas(self, module: M) -> Replicas[M]:
         """Per hosted virtual rank, ``module`` with parameters of its own gradient and shared storage

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from shardsum import ShardGroup
 from shardsum.training.generators import RankGenerators, rank_seed
 
 
@@ -89,6 +94,77 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=r"no state '2\.cpu' for virtual rank 2"):
         generators.load_state_dict(state)
     assert not torch.equal(draw(generators, 2), before)
+
+
+def drop_twice(group: ShardGroup, x: Tensor) -> Tensor:
+    """Dropout of two virtual ranks, rank 0's twice; ``sin`` saves its input, so the backward needs the masks."""
+    for v in (0, 1, 0):
+        with group.rng(v):
+            x = (torch.nn.functional.dropout(x, 0.5) + 0.1).sin()
+    return x
+
+
+def plainly(group: ShardGroup, f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return f(x)
+
+
+CHECKPOINTED = {
+    "reentrant": lambda g, f, x: checkpoint(g.generators.replayed(f), x, use_reentrant=True),
+    "not reentrant": lambda g, f, x: checkpoint(g.generators.replayed(f), x, use_reentrant=False),
+    "context_fn": lambda g, f, x: checkpoint(
+        f, x, use_reentrant=False, context_fn=g.generators.checkpoint_contexts, early_stop=False
+    ),
+    "early stop": lambda g, f, x: checkpoint(
+        f, x, use_reentrant=False, context_fn=g.generators.checkpoint_contexts, early_stop=True
+    ),
+    "group": lambda g, f, x: g.checkpoint(f, x),
+}
+
+
+def two_layers(
+    run: Callable[[ShardGroup, Callable[[Tensor], Tensor], Tensor], Tensor],
+) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    """Output and gradient of two layers, with draws between forward and backward, and what is drawn afterwards."""
+    group, x = ShardGroup(2), torch.linspace(1, 2, 256, requires_grad=True)
+    y = x
+    for _ in range(2):
+        y = run(group, lambda t: drop_twice(group, t), y)
+    draw(group.generators, 1)
+    y.sum().backward()
+    return y.detach(), x.grad, {v: draw(group.generators, v) for v in (0, 1)}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTED)
+def test_recomputation_draws_the_masks_of_the_forward(kind: str) -> None:
+    y, grad, after = two_layers(plainly)
+    found, found_grad, found_after = two_layers(CHECKPOINTED[kind])
+    assert torch.equal(found, y) and torch.equal(found_grad, grad)
+    assert all(torch.equal(found_after[v], after[v]) for v in after)  # the streams stand where they stood
+    assert 0 < (grad == 0).sum() < 256
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_another_mask_in_a_recomputation_is_an_error(reentrant: bool) -> None:
+    group, x = ShardGroup(2), torch.linspace(1, 2, 256, requires_grad=True)
+    y = checkpoint(lambda t: drop_twice(group, t), x, use_reentrant=reentrant)
+    expected = {v: s.clone() for v, s in group.generators.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"virtual rank 0 drew random numbers in a backward pass.*replayed"):
+        y.sum().backward()
+    assert all(torch.equal(s, expected[v]) for v, s in group.generators.state_dict().items())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_context_around_a_checkpoint_or_without_draws_needs_nothing(reentrant: bool) -> None:
+    group, x = ShardGroup(2), torch.linspace(1, 2, 256, requires_grad=True)
+
+    def quiet(t: Tensor) -> Tensor:
+        with group.rng(1):
+            return t.sin()
+
+    with group.rng(0):
+        y = checkpoint(lambda t: torch.nn.functional.dropout(t, 0.5).sin(), x, use_reentrant=reentrant)
+    checkpoint(quiet, y, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(x.grad == 0, y == 0) and 0 < (y == 0).sum() < 256
 
 
 @pytest.mark.gpu

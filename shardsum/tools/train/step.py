@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...training.attention import context_parallel_attention
+from ...training.context import ContextBatch
 from ...training.shard_group import ShardGroup
 from .data import Batch, Shard
 from .model import ByteTransformer, causal_attention
@@ -70,22 +70,22 @@ class Step:
         """The loss of every token, fp32 ``(n,)`` per hosted virtual rank."""
         group = self.group
         shards = [batch.shard(v, group.device) for v in group.virtual_ranks]
+        packed = batch.cu_seqlens is not None
+        cp = group.context_parallel(batch.lengths, batch.cu_seqlens) if packed else None  # one plan for all layers
         with torch.autocast(group.device.type, torch.bfloat16, enabled=self.bf16):
             xs = [replica.embedding(shard.inputs) for replica, shard in zip(self.replicas, shards)]
             for layer in range(len(self.replicas[0].blocks)):
-                xs = self._block([replica.blocks[layer] for replica in self.replicas], xs, shards, batch)
+                xs = self._block([replica.blocks[layer] for replica in self.replicas], xs, shards, cp)
             logits = [replica.logits(x) for replica, x in zip(self.replicas, xs)]
         return [F.cross_entropy(z.float(), s.targets, reduction="none") for z, s in zip(logits, shards)]
 
-    def _block(self, blocks: list, xs: list[Tensor], shards: list[Shard], batch: Batch) -> list[Tensor]:
+    def _block(self, blocks: list, xs: list[Tensor], shards: list[Shard], cp: ContextBatch | None) -> list[Tensor]:
         qkv = [block.before(x, shard.positions) for block, x, shard in zip(blocks, xs, shards)]
-        if batch.cu_seqlens is None:
+        if cp is None:
             attention = [causal_attention(q, k, v) for q, k, v in qkv]
         else:
-            qs, ks, vs = (list(column) for column in zip(*qkv))
-            attention = context_parallel_attention(
-                qs, ks, vs, self.group, lengths=batch.lengths, cu_seqlens=list(batch.cu_seqlens)
-            )
+            attended = cp.attention(*(list(column) for column in zip(*qkv)))
+            attention = attended if isinstance(attended, list) else [attended]
         out = []
         for v, block, x, a in zip(self.group.virtual_ranks, blocks, xs, attention):
             with self.group.rng(v) if block.dropout.p else nullcontext():
