@@ -44,8 +44,9 @@ def measure(fn: Callable[[], object], repeat: int) -> dict[str, float]:
     """Median, fastest and slowest milliseconds of the slowest process, and megabytes over the link a call."""
     times, moved = [], []
     for i in range(repeat + 2):
+        before = link_bytes()  # before anybody can begin
         dist.barrier()
-        before, begin = link_bytes(), time.perf_counter()
+        begin = time.perf_counter()
         fn()
         took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
         dist.all_reduce(took, dist.ReduceOp.MAX)

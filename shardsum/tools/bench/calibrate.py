@@ -40,8 +40,8 @@ def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
     wire = group.wire
     if wire is None:
         return Costs(0.0, 1e9, _three_digits(memory))
-    latency = _slowest(group, lambda: _small(wire, device), repeat)
     if domains.count == 1:
+        latency = _slowest(group, lambda: _small(wire, device), repeat)
         each = _WIRE_BYTES[device.type] // wire.world_size
         everyone = [each] * wire.world_size
         seconds = _slowest(group, lambda: _move(wire, device, everyone, everyone), repeat)
@@ -52,8 +52,9 @@ def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
         seconds = _slowest(group, lambda: _move(wire, device, *_splits(wire, partners, size)), repeat)
         return size / max(seconds - latency, 1e-9) / 1e9
 
-    neighbours = {a: b for m in domains.members for a, b in zip(m, m[1:] + m[:1])}
     across = _across(domains)
+    latency = _slowest(group, lambda: _move(wire, device, *_splits(wire, across, 64)), repeat)
+    neighbours = {a: b for m in domains.members for a, b in zip(m, m[1:] + m[:1])}
     size = _WIRE_BYTES[device.type] // max(map(len, domains.members))
     own, shared = gbps({a: across[a] for a, *_ in domains.members}, size), gbps(across, size)
     inside_latency, inside = latency, own
