@@ -3,30 +3,28 @@
 A process that hosts several virtual ranks runs each of them through its own *replica* of the module: parameters are
 aliases (own ``nn.Parameter`` and own ``.grad``, the module's storage), buffers are copies. So the optimizer's step on
 the module is seen by every replica, and each virtual rank's gradient stays separate until all R are added in rank
-order. This module stands below :mod:`shardsum.group.group`, whose methods call it; it uses a group's collectives only.
+order (:mod:`shardsum.training.gradients`). Gradients of float16 and bfloat16 parameters are float32 in the replicas, so
+that those of several backward passes (micro-batches) add up without rounding to 8 bits each time. This module stands
+below :mod:`shardsum.group.group`, whose methods call it; it uses a group's collectives only.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
-from ..core.numerics import accumulator_dtype, check_op
+from ..core.numerics import accumulator_dtype
 
 if TYPE_CHECKING:
     from ..group.group import CollectiveGroup
     from ..group.plan import Plan
 
 M = TypeVar("M", bound=nn.Module)
-
-#: Gradients travel in flat buffers of about this size. The results' bits do not depend on it.
-BUCKET_BYTES = 25 * 2**20
-_WORD = 62  # bits of a parameter bitmap in one signed 64-bit integer
 
 
 class Replicas(Sequence[M]):
@@ -54,13 +52,24 @@ class Replicas(Sequence[M]):
         for name, parameter in self._parameters.items():
             _check_parameter(name, parameter)
         self._plans: dict[Any, Plan] = {}
+        #: How many backward passes a float16 or bfloat16 parameter's gradient of a hosted virtual rank is the sum of.
+        self._passes: dict[tuple[int, str], int] = {}
+        #: Unrounded sums beside the module's ``.grad``, for reduce_gradients(accumulate=True).
+        self.totals: dict[str, tuple[Tensor, int, Tensor]] = {}
         self._aliases: list[dict[str, nn.Parameter]] = []
         self._replicas: list[M] = []
-        for _ in self.virtual_ranks:
+        for i in range(len(self.virtual_ranks)):
             aliases = {n: nn.Parameter(p.detach(), p.requires_grad) for n, p in self._parameters.items()}
             memo: dict[int, object] = {id(p): aliases[n] for n, p in self._parameters.items()}
             self._replicas.append(copy.deepcopy(module, memo))
             self._aliases.append(aliases)
+            for name, alias in aliases.items():
+                if alias.dtype in (torch.float16, torch.bfloat16) and alias.requires_grad:
+                    alias.grad_dtype = torch.float32
+                    alias.register_post_accumulate_grad_hook(partial(self._count_pass, (i, name)))
+
+    def _count_pass(self, key: tuple[int, str], _: Tensor) -> None:
+        self._passes[key] = self._passes.get(key, 0) + 1
 
     @overload
     def __getitem__(self, index: int) -> M: ...
@@ -85,27 +94,40 @@ class Replicas(Sequence[M]):
         """Forget the replicas' gradients (``reduce_gradients`` does so too)."""
         for replica in self._replicas:
             replica.zero_grad()
+        self._passes.clear()
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The module's parameters that take part in :func:`reduce_gradients`, by name; tied ones once."""
         return {n: p for n, p in self._parameters.items() if p.requires_grad}
 
     def gradients(self, name: str) -> list[Tensor | None]:
-        """The gradient of parameter ``name`` of every hosted virtual rank; None where the rank did not use it."""
+        """The gradient of parameter ``name`` of every hosted virtual rank; None where the rank did not use it.
+
+        Float32 of float16 and bfloat16 parameters.
+        """
         return [aliases[name].grad for aliases in self._aliases]
 
-    def plan(self, group: CollectiveGroup, size: int, dtype: torch.dtype, scale: float | None) -> Plan:
+    def is_unrounded(self, name: str) -> bool:
+        """Whether some gradient of a float16 or bfloat16 parameter is a sum that its dtype cannot hold."""
+        return any(self._passes.get((i, name), 0) > 1 for i in range(len(self._aliases)))
+
+    def plan(
+        self, group: CollectiveGroup, size: int, dtype: torch.dtype, out_dtype: torch.dtype, scale: float | None
+    ) -> Plan:
         """The sum of buckets of ``size`` elements over all virtual ranks. Collective where they are the first such."""
-        key = group, size, dtype, scale
+        key = group, size, dtype, out_dtype, scale
         if key not in self._plans:
             lengths = [size] * group.num_virtual_ranks
-            self._plans[key] = group.plan("all_reduce", lengths, size=size, dtype=dtype, scale=scale)
+            self._plans[key] = group.plan(
+                "all_reduce", lengths, size=size, dtype=dtype, out_dtype=out_dtype, scale=scale
+            )
         return self._plans[key]
 
     def clear_gradients(self, name: str) -> None:
         """Forget parameter ``name``'s gradients in all replicas."""
-        for aliases in self._aliases:
+        for i, aliases in enumerate(self._aliases):
             aliases[name].grad = None
+            self._passes.pop((i, name), None)
 
     def check(self) -> None:
         """Make sure that every alias still shares its parameter's storage.
@@ -119,6 +141,12 @@ class Replicas(Sequence[M]):
             where = f"virtual rank {v}'s replica"
             _check_same(aliases, dict(replica.named_parameters()), where)
             for name, parameter in self._parameters.items():
+                if parameter.requires_grad != aliases[name].requires_grad:
+                    now, then = ("is not", "is") if aliases[name].requires_grad else ("is", "is not")
+                    raise ValueError(
+                        f"replicas: parameter {name} {then} frozen in the module, but {now} in {where} "
+                        "(requires_grad was changed); call group.replicas(module) again"
+                    )
                 if _identity(parameter) != _identity(aliases[name]):
                     raise ValueError(
                         f"replicas: parameter {name} of {where} no longer shares the module's storage: "
@@ -156,13 +184,11 @@ def _identity(parameter: nn.Parameter) -> tuple[object, ...]:
         parameter.device,
         parameter.shape,
         parameter.stride(),
-        parameter.requires_grad,
     )
 
 
 def _describe(parameter: nn.Parameter) -> str:
-    frozen = "" if parameter.requires_grad else ", frozen"
-    return f"{parameter.dtype} {tuple(parameter.shape)} on {parameter.device}{frozen} at {parameter.data_ptr():#x}"
+    return f"{parameter.dtype} {tuple(parameter.shape)} on {parameter.device} at {parameter.data_ptr():#x}"
 
 
 def make_replicas(group: CollectiveGroup, module: M) -> Replicas[M]:
@@ -178,106 +204,3 @@ def make_replicas(group: CollectiveGroup, module: M) -> Replicas[M]:
                 f"replicas: parameter {name} is on {parameter.device}, but the group works on {group.device}"
             )
     return Replicas(module, group.virtual_ranks)
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """Parameters of one dtype and device that travel in one flat buffer."""
-
-    dtype: torch.dtype
-    device: torch.device
-    names: list[str] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-
-
-def _buckets(parameters: dict[str, nn.Parameter]) -> Iterator[_Bucket]:
-    """Fixed by the parameters alone, so every process cuts alike. A parameter is never cut."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-    for name, p in parameters.items():
-        kinds.setdefault((p.dtype, p.device), []).append(name)
-    for kind, names in kinds.items():
-        bucket, filled = _Bucket(*kind), 0
-        for name in names:
-            size = parameters[name].numel()
-            if bucket.names and (filled + size) * bucket.dtype.itemsize > BUCKET_BYTES:
-                yield bucket
-                bucket, filled = _Bucket(*kind), 0
-            bucket.names.append(name)
-            bucket.sizes.append(size)
-            filled += size
-        yield bucket
-
-
-@torch.no_grad()
-def reduce_gradients(group: CollectiveGroup, replicas: Replicas[M], *, scale: float | None = None) -> None:
-    """Sum the replicas' gradients over all R virtual ranks, in rank order, into ``replicas.module``'s ``.grad``.
-
-    Accumulated in fp32 (fp64 for fp64 parameters), multiplied by ``scale``, rounded once to the parameter's dtype. A
-    parameter that a virtual rank did not use contributes nothing; one that no virtual rank used gets ``.grad = None``.
-    What ``.grad`` held before is replaced (accumulate micro-batches in the replicas), the replicas' gradients are
-    cleared, and the optimizer is not touched. Collective: every process calls it with replicas of the same module.
-
-    Raises:
-        ValueError: on every process, when a replica went stale on one of them.
-    """
-    used = _agree_on_used(group, replicas, scale)
-    parameters = replicas.trainable()
-    for name, p in parameters.items():
-        if name not in used:
-            p.grad = None
-    pending: tuple[_Bucket, Any] | None = None
-    for bucket in _buckets({n: p for n, p in parameters.items() if n in used}):
-        rows = _flatten(replicas, bucket)
-        handle = replicas.plan(group, sum(bucket.sizes), bucket.dtype, scale).start(rows)
-        if pending is not None:  # while this bucket travels, the previous one is delivered and the next one filled
-            _deliver(parameters, *pending)
-        pending = bucket, handle
-    if pending is not None:
-        _deliver(parameters, *pending)
-
-
-def _deliver(parameters: dict[str, nn.Parameter], bucket: _Bucket, handle: Any) -> None:
-    for name, part in zip(bucket.names, handle.wait().split(bucket.sizes)):
-        p = parameters[name]
-        p.grad = torch.empty_like(p).copy_(part.view(p.shape))
-
-
-def _agree_on_used(group: CollectiveGroup, replicas: Replicas[M], scale: float | None) -> set[str]:
-    """The parameters that some virtual rank has a gradient for, the same set on every process.
-
-    Only the hosting process knows. One bit a parameter travels on the host's side channel: no GPU is waited for.
-    """
-    names = list(replicas.trainable())
-    try:
-        if replicas.virtual_ranks != group.virtual_ranks:
-            ours, theirs = list(group.virtual_ranks), list(replicas.virtual_ranks)
-            raise ValueError(f"replicas: of virtual ranks {theirs}, but this process hosts {ours}; another group's?")
-        check_op("sum", scale, torch.float32)
-        replicas.check()
-    except ValueError as error:
-        raise group.refuse("reduce_gradients", error, counted=True) from error
-    words = [0] * (len(names) // _WORD + 1)
-    for i, name in enumerate(names):
-        if any(g is not None for g in replicas.gradients(name)):
-            words[i // _WORD] |= 1 << i % _WORD
-    everyone = group.gather_ints("reduce_gradients", words, len(words))
-    return {n for i, n in enumerate(names) if any(row[i // _WORD] >> i % _WORD & 1 for row in everyone)}
-
-
-def _flatten(replicas: Replicas[M], bucket: _Bucket) -> list[Tensor]:
-    """Move the gradients into one row a hosted rank.
-
-    A missing one is +0.0, which leaves any sum that began at +0.0 as it is.
-    """
-    # One allocation a row: below 32 MB the C library reuses memory instead of mapping (and clearing) new pages.
-    rows = [torch.empty(sum(bucket.sizes), dtype=bucket.dtype, device=bucket.device) for _ in replicas]
-    for i, row in enumerate(rows):
-        for name, part in zip(bucket.names, row.split(bucket.sizes)):
-            grad = replicas.gradients(name)[i]
-            if grad is None:
-                part.zero_()
-            else:
-                part.view(grad.shape).copy_(grad)
-    for name in bucket.names:
-        replicas.clear_gradients(name)
-    return rows

@@ -16,7 +16,8 @@ from .context import ContextBatch
 from .context_balance import POSITION_COST, balanced_lengths
 from .context_plan import SequencePlan
 from .generators import RankGenerators
-from .replicas import M, Replicas, make_replicas, reduce_gradients
+from .gradients import reduce_gradients
+from .replicas import M, Replicas, make_replicas
 
 
 class ShardGroup(CollectiveGroup):
@@ -114,10 +115,10 @@ class ShardGroup(CollectiveGroup):
         (:func:`shardsum.training.replicas.make_replicas`)."""
         return make_replicas(self, module)
 
-    def reduce_gradients(self, replicas: Replicas[M], *, scale: float | None = None) -> None:
-        """Sum the replicas' gradients over all virtual ranks in rank order into the module's parameters
-        (:func:`shardsum.training.replicas.reduce_gradients`)."""
-        reduce_gradients(self, replicas, scale=scale)
+    def reduce_gradients(self, replicas: Replicas[M], *, scale: float | None = None, accumulate: bool = False) -> None:
+        """Sum the replicas' gradients over all virtual ranks in rank order into the module's parameters, or add that
+        to what they hold (:func:`shardsum.training.gradients.reduce_gradients`)."""
+        reduce_gradients(self, replicas, scale=scale, accumulate=accumulate)
 
     def lockstep(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function a hosted virtual rank side by side, so that the collective calls inside them meet.

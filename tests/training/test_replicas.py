@@ -10,7 +10,7 @@ from torch import nn
 
 from shardsum import ShardGroup
 from shardsum.core import bits, reference
-from shardsum.training import replicas
+from shardsum.training import gradients, replicas
 from tests.processes import run_processes
 
 R = 5
@@ -91,7 +91,7 @@ def assert_same(found: dict[str, torch.Tensor | None], expected: dict[str, torch
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 25 * 2**20])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_equals_reference(monkeypatch: pytest.MonkeyPatch, bucket_bytes: int, scale: float | None) -> None:
-    monkeypatch.setattr(replicas, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
     expected = oracle(scale)
     assert expected["never"] is None and expected["frozen"] is None and expected["low.weight"].dtype == torch.bfloat16
     assert_same(run(ShardGroup(R), scale), expected)
@@ -141,6 +141,61 @@ def test_micro_batches_accumulate_to_the_mean_over_all_their_tokens() -> None:
         sum(losses).backward()
     group.reduce_gradients(hosted)
     assert model.weight.grad.item() == 3.5
+
+
+def _nine_micro_batches(rank: int, world_size: int, how: str) -> torch.Tensor:
+    """Gradients 256, then eight times 1, on each of two virtual ranks; bfloat16 cannot add 1 to 256."""
+    group, model = ShardGroup(2), nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    hosted = group.replicas(model)
+    for gradient in [256.0] + [1.0] * 8:
+        sum(replica(torch.full((1, 1), gradient, dtype=torch.bfloat16)).sum() for replica in hosted).backward()
+        if how == "accumulate":
+            group.reduce_gradients(hosted, accumulate=True)
+    if how == "replicas":
+        assert all(replica.weight.grad.item() == 264 for replica in hosted)
+        group.reduce_gradients(hosted)
+    return model.weight.grad
+
+
+@pytest.mark.parametrize("how", ["replicas", "accumulate"])
+def test_micro_batches_of_bf16_parameters_add_up_in_fp32(how: str) -> None:
+    for grad in [_nine_micro_batches(0, 1, how), *run_processes(_nine_micro_batches, 2, how)]:
+        assert grad.dtype == torch.bfloat16 and grad.item() == 528
+
+
+def test_accumulate_adds_to_what_the_gradient_is() -> None:
+    """A new sum after zero_grad, and from the values of a gradient that somebody changed."""
+    group, model = ShardGroup(2), nn.Sequential(nn.Linear(1, 1, bias=False, dtype=torch.bfloat16), nn.Linear(1, 1))
+    hosted = group.replicas(model)
+
+    def step(gradient: float, accumulate: bool = True) -> float:
+        x = torch.full((1, 1), gradient, dtype=torch.bfloat16)
+        sum(replica[0](x).sum() for replica in hosted).backward()
+        group.reduce_gradients(hosted, accumulate=accumulate)
+        return model[0].weight.grad.item()
+
+    model[1].bias.grad = torch.ones(1)
+    assert [step(128), step(0.5), step(0.5)] == [256, 256, 258]  # 257 is rounded to 256, but not forgotten
+    model[0].weight.grad.mul_(0.5)
+    assert step(1) == 131  # the changed value, 129, and 2
+    model.zero_grad()
+    assert step(3) == 6 and step(3, accumulate=False) == 6 and step(1) == 8
+    sum(replica[1](torch.ones(1, 1)).sum() for replica in hosted).backward()
+    group.reduce_gradients(hosted, accumulate=True)
+    assert model[1].bias.grad.item() == 2 and model[0].weight.grad.item() == 8  # unused ones stay
+
+
+def _accumulate_differs(rank: int, world_size: int) -> str:
+    group = ShardGroup(2)
+    hosted = group.replicas(nn.Linear(2, 2))
+    with pytest.raises(ValueError) as caught:
+        group.reduce_gradients(hosted, accumulate=rank == 1)
+    return str(caught.value)
+
+
+def test_processes_must_agree_on_accumulate() -> None:
+    for message in run_processes(_accumulate_differs, 2):
+        assert "accumulate: process 0 passes False, process 1 True" in message
 
 
 def test_tied_weights_stay_tied_and_buffers_are_copies() -> None:
@@ -198,7 +253,7 @@ def _stale_changes() -> dict[str, tuple[object, str]]:
         "replace": (replace, "parameter middle.weight was replaced in the module"),
         "untie": (untie, "parameter head.weight is new in the module"),
         "remove": (remove, "parameter sometimes is gone from the module"),
-        "freeze": (freeze, "middle.bias of virtual rank 0's replica no longer shares.*frozen"),
+        "freeze": (freeze, "middle.bias is frozen in the module, but is not in virtual rank 0's replica"),
         "convert": (convert_replica, "middle.weight of virtual rank 1's replica no longer shares.*float64"),
         "sparse": (sparse, "gradient of sometimes in virtual rank 1's replica is torch.sparse_coo"),
     }
