@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _MAX_POSITIONS = 1 << 48  # rows of a tensor; far beyond memory, far below overflow
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -119,6 +120,11 @@ def check_shards(shards: Sequence[Tensor], first_rank: Sequence[int] | None = No
     first = shards[0]
     for i, shard in enumerate(shards):
         r = i if first_rank is None else first_rank[i]
+        if isinstance(shard, Tensor) and is_traceable_wrapper_subclass(shard):
+            raise ValueError(
+                f"shards: virtual rank {r} is a {type(shard).__name__}, which wraps other tensors; pass a plain Tensor "
+                "(of a DTensor its to_local())"
+            )
         if not is_strided(shard) or shard.dim() < 1:
             raise ValueError(f"shards: virtual rank {r} is {describe(shard)}, expected a Tensor (length, *F)")
         if shard.dtype != first.dtype:

@@ -116,6 +116,10 @@ class Agreement(Failures):
         except RuntimeError as error:
             raise self.explain("set-up", error) from error
 
+    def close(self) -> None:
+        """Drop the connections to the other processes."""
+        self._side = self._group = self._wire = None
+
     def begin(self, name: str = "ShardGroup") -> None:
         """Count one call. Raises RuntimeError when the group has failed before."""
         if self.failed is not None:

@@ -8,13 +8,25 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-_locks: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
+
+class _Lock:
+    """Who touches the groups of one process group: taken, by which :class:`Busy`, in which thread."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.holder: Busy | None = None
+        self.thread = 0
+
+
+_locks: WeakKeyDictionary[Any, _Lock] = WeakKeyDictionary()
 
 
 class Busy:
     """Hold it for as long as a call touches a group: ``with busy: ...``. Groups of one process group share it.
 
-    It looks for overlap in time, not for a thread's name: CUDA's backward runs in threads of its own.
+    It looks for overlap in time, not for a thread's name: CUDA's backward runs in threads of its own. But a thread that
+    finds it held by itself is in no call any more: an interrupt (Ctrl-C) left that call before it could let go. Then
+    the group of that call is abandoned.
 
     Args:
         group: the process group; None for a lone process, which nobody waits for.
@@ -24,28 +36,36 @@ class Busy:
     __slots__ = ("_abandon", "_lock", "_pid")
 
     def __init__(self, group: Any, abandon: Callable[[BaseException], None]) -> None:
-        self._lock = None if group is None else _locks.setdefault(group, threading.Lock())
+        self._lock = None if group is None else _locks.setdefault(group, _Lock())
         self._abandon, self._pid = abandon, os.getpid()
 
     def __enter__(self) -> None:
-        if self._lock is None:
+        state = self._lock
+        if state is None:
             return
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "this ShardGroup belongs to the process that constructed it, and this one is a forked child of it; "
                 "start processes by spawn, and construct their groups in them"
             )
-        if not self._lock.acquire(False):
-            raise RuntimeError(
-                "the group is in use by another thread, or a call of it was interrupted; calls of a group, and of all "
-                "groups of its process group, come from one thread at a time"
-            )
+        if not state.lock.acquire(False):
+            if state.thread not in (threading.get_ident(), 0):
+                raise RuntimeError(
+                    "the group is in use by another thread; calls of a group, and of all groups of its process group, "
+                    "come from one thread at a time"
+                )
+            if state.holder is not None:
+                state.holder._abandon(KeyboardInterrupt("an interrupt"))
+        state.holder, state.thread = self, threading.get_ident()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._lock is None:
+        state = self._lock
+        if state is None:
             return
         try:
             if error is not None and not isinstance(error, Exception):
                 self._abandon(error)
         finally:
-            self._lock.release()
+            state.holder, state.thread = None, 0
+            if state.lock.locked():
+                state.lock.release()

@@ -75,8 +75,8 @@ def _make(
         if plan is not None:
             return plan
         plan = Plan(planner, terms)
-        plan.take(hosted)
-        plan.take_outs(hosted, out)
+        plan.tensors.take(hosted)
+        plan.tensors.take_outs(hosted, out)
         _refuse_async_gradient(hosted, async_op)
     except Exception as error:
         with planner.calling(name):

@@ -38,24 +38,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from ..core.layout import owners_of
 from ..core.words import Check, Placement, TransportName
 from ..transports import costs as cost_tables
-from ..transports.domains import agree as agree_on_domains
-from ..transports.domains import check as check_domains
-from ..transports.domains import host
-from ..transports.peer.peers import Peers
-from . import membership
-from .agreement import Agreement
 from .collectives import Options
-from .executor import Executor
+from .construction import construct
 from .explain import Explanation, Stats
 from .methods import Collectives
-from .planner import Planner
-from .routes import Router
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Self
 
 
 class CollectiveGroup(Collectives):
@@ -73,6 +65,8 @@ class CollectiveGroup(Collectives):
             shards on any device.
         check: "first" compares arguments across processes once a signature, "always" on every call.
         timeout: seconds or timedelta to wait for other processes. Default: the group's.
+        workspace_bytes: the most GPU memory that the peer transport maps for these processes; all groups over them
+            share it. Default: what its launches are tuned for (``group.workspace_bytes`` says how much that is).
         costs: the table or file for "auto" (:mod:`shardsum.transports.costs`).
 
     Raises:
@@ -83,6 +77,7 @@ class CollectiveGroup(Collectives):
         >>> group = ShardGroup(3)
         >>> group.all_reduce([torch.tensor([10, 11, 12]), torch.tensor([20, 21]), torch.tensor([40])])
         tensor([70, 32, 12])
+        >>> group.close()  # or: with ShardGroup(3) as group: ...
     """
 
     def __init__(
@@ -96,42 +91,19 @@ class CollectiveGroup(Collectives):
         device: torch.device | str | None = None,
         check: Check = "first",
         timeout: float | timedelta | None = None,
+        workspace_bytes: int | None = None,
         costs: str | os.PathLike[str] | Mapping[str, cost_tables.Costs] | None = None,
     ) -> None:
-        pg = membership.process_group(group)
-        self.group = pg
-        self.rank, self.world_size = (0, 1) if pg is None else (dist.get_rank(pg), dist.get_world_size(pg))
-        self._agreement = Agreement(pg, membership.timeout(pg, None))
-        self._agreement.begin()
-        try:
-            limit = self._agreement.timeout = membership.timeout(pg, timeout)
-            self._agreement.check = membership.check_mode(check)
-            self.device = membership.device(pg, device)
-            self.num_virtual_ranks = membership.num_virtual_ranks(num_virtual_ranks, pg, self.world_size)
-            self.owners = owners_of(self.num_virtual_ranks, self.world_size, placement)
-            membership.check_transport(transport, self.world_size)
-            if domains is not None:
-                check_domains(domains, self.world_size)
-            table = cost_tables.load(costs)
-            self._agreement.load_native()
-        except Exception as error:
-            raise self._agreement.refuse("ShardGroup", error) from error
-        signature: dict[str, Any] = {"num_virtual_ranks": self.num_virtual_ranks, "placement": list(self.owners)}
-        signature |= {"transport": transport, "check": check, "device": self.device.type, "costs": repr(table)}
-        signature["domains"] = None if domains is None else list(domains)
-        here = [host(), membership.gpu(self.device), membership.abandoned(pg, self.device)]
-        where = self._agreement.agree("ShardGroup", signature, here)
-        membership.refuse_shared_gpu([gpu for _, gpu, _ in where])
-        membership.refuse_abandoned([reason for _, _, reason in where])
-        #: Which processes share fast links.
-        self.domains = agree_on_domains([name for name, _, _ in where] if domains is None else domains)
-        wire = self._agreement.connect(max(map(self.owners.count, range(self.world_size))) + 1, self.device)
-        peers = self._find_peers(transport, limit) if wire is not None else None
-        router = Router(self.domains, transport, table, peers)
-        self._planner = Planner(Executor(self.owners, self.rank, wire, router, peers), self._agreement, self.device)
-        self.transport, self.wire = transport, wire
+        built = construct(
+            num_virtual_ranks, group, placement, transport, domains, device, check, timeout, workspace_bytes, costs
+        )
+        self._planner = planner = built.planner
+        self.group, self.transport, self.domains, self.wire = built.group, transport, built.domains, built.wire
+        self.device, self.owners = planner.device, planner.owners
+        self.rank, self.world_size = planner.rank, planner.world_size
+        self.num_virtual_ranks = planner.num_virtual_ranks
         #: The virtual ranks hosted by this process, increasing.
-        self.virtual_ranks = self._planner.virtual_ranks
+        self.virtual_ranks = planner.virtual_ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CollectiveGroup:
         return self  # copies of a module that holds a group share it: processes and connections are not copied
@@ -148,15 +120,21 @@ class CollectiveGroup(Collectives):
             + (f", domains={list(self.domains.of)})" if self.domains.count > 1 else ")")
         )
 
-    def _find_peers(self, transport: str, limit: timedelta) -> Peers | None:
-        if transport not in ("auto", "peer") or (transport == "auto" and self.device.type != "cuda"):
-            return None
-        assert self.group is not None
-        gather = self._agreement.gather_objects
-        peers = Peers(self.group, gather, self.owners, self.device, limit.total_seconds())
-        if transport == "peer" and peers.reason is not None:
-            raise ValueError(f'transport: "peer" cannot be used: {peers.reason}')
-        return peers
+    def close(self) -> None:
+        """Give back the group's memory and connections. Collective; later calls of the group and its plans raise."""
+        self._planner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None:  # after an error the others may not come
+            self.close()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the peer transport's memory takes on this process; 0 where it is not used, or not yet."""
+        return self._planner.workspace_bytes
 
     def positions(self, virtual_rank: int) -> tuple[int, int]:
         """Where a virtual rank lives: its process, and its index among that process's shards. ValueError for none."""
@@ -173,7 +151,7 @@ class CollectiveGroup(Collectives):
     def gather_ints(self, name: str, values: Sequence[int], most: int) -> list[list[int]]:
         """Every process's ``values``, at most ``most`` ints of 63 bits, by process: on the host's side channel."""
         with self._planner.calling(name):
-            return self._agreement.gather_values(name, {}, values, most)
+            return self._planner.agreement.gather_values(name, {}, values, most)
 
     # What happened and what would happen
 
@@ -203,6 +181,4 @@ class CollectiveGroup(Collectives):
 
     def check(self) -> None:
         """Raise RuntimeError when the group has failed (a process died, or a call timed out)."""
-        if self._agreement.failed is not None:
-            raise RuntimeError(self._agreement.failed)
-        self._planner.check_peers()
+        self._planner.check()

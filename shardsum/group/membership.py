@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..core.checks import is_count
 from ..transports import TRANSPORTS
 from ..transports.peer.memory import shares_gpus
 from ..transports.wire import abandoned_groups
@@ -103,6 +104,11 @@ def check_transport(transport: str, world_size: int) -> None:
         raise ValueError(f"transport: expected one of {names}, got {transport!r}")
     if world_size > 1 and transport == "local":
         raise ValueError(f'transport: "local" is for one process, the group has {world_size}')
+
+
+def check_workspace(workspace_bytes: int | None) -> None:
+    if workspace_bytes is not None and (not is_count(workspace_bytes) or workspace_bytes == 0):
+        raise ValueError(f"workspace_bytes: expected a positive int, got {workspace_bytes!r}")
 
 
 def gpu(device: torch.device) -> list[str] | None:

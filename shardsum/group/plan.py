@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..core.checks import needs_grad, overlap
+from ..core.checks import needs_grad
 from ..core.layout import length
 from ..transports.peer.operators import peer_call, peer_call_new
-from .arguments import Shards, check_device_lengths, check_out, check_outs, check_rows, hosted_shards, refuse_batches
+from .arguments import Shards, check_device_lengths, hosted_shards
 from .autograd import Exchange, _coverage
 from .executor import Job
 from .explain import Explanation, Stats
 from .forms import deliver, fillable, is_single, movable, stack, traced
 from .handle import Handle, start_on_cpu, start_on_stream
 from .padded import PaddedExchange, PreparedPadded
+from .tensors import Tensors
 from .terms import Reduce, Terms
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Plan(Generic[R]):
     Attributes:
         terms: what is computed.
         bounds: ``(begin, length)`` in global positions of every hosted source.
+        tensors: takes and checks the tensors of a call.
 
     Example:
         >>> group = ShardGroup(3)
@@ -61,8 +63,7 @@ class Plan(Generic[R]):
         layout = planner.executor.layout(terms)
         rank = planner.rank
         self.bounds = [(layout.sources[r][0], length(layout.sources[r])) for r in layout.hosted_sources(rank)]
-        self._sinks = [layout.sinks[q] for q in layout.hosted_sinks(rank)]
-        self._single = len(self.bounds) == 1
+        self.tensors = Tensors(planner, terms, self.bounds, [layout.sinks[q] for q in layout.hosted_sinks(rank)])
         #: Where one row and one result of this process travel over peer memory: the operators' plan, after one call.
         self._bound: Tensor | None = None
         #: Whether processes have agreed on calls without and with a gradient that is a collective.
@@ -204,7 +205,7 @@ class Plan(Generic[R]):
 
     def _traced(self, shards: Shards, out: Any, lengths: Tensor | None) -> Any:
         planner, terms = self._planner, self.terms
-        hosted = hosted_shards(shards, self._sources(), planner.shard_device, len(terms.row_shape))
+        hosted = hosted_shards(shards, self.tensors.sources(), planner.shard_device, len(terms.row_shape))
         return deliver(traced(planner, terms, hosted, lengths), terms, out, is_single(shards, planner, terms))
 
     # Parts of a call
@@ -257,68 +258,16 @@ class Plan(Generic[R]):
         self, shards: Shards, out: Any, lengths: Tensor | None
     ) -> tuple[list[Tensor], list[Tensor] | None, Tensor | None]:
         try:
-            hosted = self.take(shards)
+            hosted = self.tensors.take(shards)
             if (lengths is not None) != self.terms.device_lengths:
                 expected = "device lengths" if self.terms.device_lengths else "no lengths: they are part of the plan"
                 raise ValueError(f"lengths: this plan takes {expected}")
             if lengths is not None:
                 lengths = check_device_lengths(lengths, hosted)
-            outs = self.take_outs(hosted, out)
+            outs = self.tensors.take_outs(hosted, out)
         except Exception as error:
             raise self._planner.refuse(self.terms.name, error) from error
         return hosted, outs, lengths
-
-    def take(self, shards: Shards) -> list[Tensor]:
-        """The valid rows of the hosted shards; ValueError where they do not fit."""
-        terms, bounds = self.terms, self.bounds
-        if type(shards) is list and len(shards) == len(bounds):
-            hosted = shards
-        elif self._single and type(shards) is Tensor and shards.dim() == len(terms.row_shape) + 1:
-            hosted = [shards]
-        else:
-            hosted = self._checked(shards)
-        if not self._fit(hosted):
-            hosted = self._checked(hosted)
-        if torch._C._are_functorch_transforms_active():
-            refuse_batches(hosted)
-        if terms.device_lengths:
-            return hosted
-        return [x if x.shape[0] == n else x[:n] for x, (_, n) in zip(hosted, bounds)]
-
-    def _fit(self, hosted: list[Tensor]) -> bool:
-        """Whether the shards are all that they must be, in one look."""
-        dtype, row_shape = self.terms.dtype, self.terms.row_shape
-        device = self._planner.shard_device
-        for x, (_, n) in zip(hosted, self.bounds):
-            if type(x) is not Tensor or x.dtype is not dtype or x.layout is not torch.strided:
-                return False
-            if x.shape[1:] != row_shape or x.shape[0] < n:
-                return False
-            if x.device != device:
-                if device is not None or self._planner.world_size > 1:
-                    return False
-                device = x.device  # a lone process takes any, all shards on one
-        return True
-
-    def _checked(self, shards: Shards) -> list[Tensor]:
-        hosted = hosted_shards(shards, self._sources(), self._planner.shard_device, len(self.terms.row_shape))
-        check_rows(self.terms, self._sources(), hosted, [n for _, n in self.bounds])
-        return hosted
-
-    def _sources(self) -> Sequence[int]:
-        """The virtual ranks of the hosted sources, or this process where each process has one."""
-        return self.virtual_ranks if self.terms.kinds[0] == "v" else (self._planner.rank,)
-
-    def take_outs(self, hosted: list[Tensor], out: Any) -> list[Tensor] | None:
-        """The tensors that receive the results; ValueError where one cannot."""
-        if out is None:
-            return None
-        outs = check_outs(out, len(self._sinks), self.terms.replicated)
-        for sink, tensor in zip(self._sinks, outs):
-            check_out(tensor, hosted, self.terms.reduce.dtype, length(sink))
-        if any(overlap(a, b) for i, a in enumerate(outs) for b in outs[:i]):
-            raise ValueError("out: two of its Tensors share memory")
-        return outs
 
     def _agree(self, hosted: list[Tensor]) -> None:
         """Compare with the other processes where that has not been done for such a call (or always)."""
@@ -360,7 +309,7 @@ class Plan(Generic[R]):
         with planner.calling(name):
             hosted = list(shards[0].unbind(0)) if lengths is not None else shards
             try:
-                rows = self.take(hosted)
+                rows = self.tensors.take(hosted)
             except Exception as error:
                 raise planner.refuse(name, error) from error
             self._agree(rows)

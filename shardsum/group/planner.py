@@ -58,6 +58,7 @@ class Planner:
             hosted[owner] += 1
         self.most_hosted = max(hosted.values())
         self.name = f"group{next(_names)}"
+        self._closed = False
         self._plans: dict[Terms, Plan] = {}
         self.by_arguments: dict[Hashable, Plan] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -91,7 +92,10 @@ class Planner:
         return Calling(self, name, begun)
 
     def enter(self, name: str) -> None:
-        """Begin a call. RuntimeError when the group is in use, or has failed, or what an earlier call left open."""
+        """Begin a call. RuntimeError when the group is in use or closed, or has failed, or what an earlier call left
+        open does."""
+        if self._closed:
+            raise RuntimeError("this group was closed; create a new one")
         self.agreement.busy.__enter__()
         try:
             self.agreement.begin(name)
@@ -102,6 +106,24 @@ class Planner:
             finally:
                 self.leave()
             raise
+
+    def close(self) -> None:
+        """Give back memory and connections once every process has come here; later calls raise."""
+        if self._closed:
+            return
+        with self.calling("close"):
+            self.agreement.agree("close", {})
+            if self.executor.peers is not None:
+                self.executor.peers.close()
+        self._closed = True
+        self._plans.clear()
+        self.by_arguments.clear()
+        self.executor.wire = None
+        self.agreement.close()
+
+    @property
+    def workspace_bytes(self) -> int:
+        return 0 if self.executor.peers is None else self.executor.peers.workspace_bytes
 
     def leave(self) -> None:
         """End a call."""
@@ -141,6 +163,12 @@ class Planner:
     def announce_call(self) -> None:
         """Tell the native operators the number of this call: they add 1 to the calls that were made before it."""
         self._state.value = self.agreement.call - 1
+
+    def check(self) -> None:
+        """Raise RuntimeError when the group was closed or has failed."""
+        if self._closed or self.agreement.failed is not None:
+            raise RuntimeError(self.agreement.failed or "this group was closed; create a new one")
+        self.check_peers()
 
     def check_peers(self) -> None:
         """Raise RuntimeError when a kernel waited for another process in vain."""

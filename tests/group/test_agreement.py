@@ -286,7 +286,7 @@ def steady_state(rank: int, world_size: int) -> None:
         group.all_reduce(x, local, size=6)
 
     step()
-    side = group._agreement
+    side = group._planner.agreement
     side._side = side._group = None  # any use of them is an error
     step()
     with pytest.raises(AssertionError):

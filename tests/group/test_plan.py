@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from typing import Any
 
 import pytest
@@ -291,3 +293,35 @@ def test_intervals_of_terms() -> None:
     group = ShardGroup(4)
     plan = group.plan("reduce_scatter", LENGTHS, size=SIZE, dtype=torch.float32)
     assert plan.terms.sinks == tuple(intervals_of([2, 2, 2, 1])) and [n for _, n in plan.bounds] == LENGTHS
+
+
+def closed_groups(rank: int, world_size: int) -> None:
+    """A closed group and its plans raise; the next one works; descriptors do not grow."""
+    held = []
+    for _ in range(6):
+        with ShardGroup(2) as group:
+            plan = group.plan("all_reduce", [1, 1])
+            assert plan([torch.ones(1)]).tolist() == [2.0]
+            again = ShardGroup(2)
+            assert again.all_reduce([torch.ones(1)], [1, 1]).tolist() == [2.0]
+            again.close()
+            again.close()
+        with pytest.raises(RuntimeError, match="this group was closed"):
+            plan([torch.ones(1)])
+        with pytest.raises(RuntimeError, match="this group was closed"):
+            group.all_gather([torch.ones(1)], [1, 1])
+        with pytest.raises(RuntimeError, match="this group was closed"):
+            group.check()
+        gc.collect()
+        held.append(len(os.listdir("/proc/self/fd")))
+    assert held[-1] <= held[2], held
+
+
+def test_closed_groups() -> None:
+    run_processes(closed_groups, 2)
+    with ShardGroup(2) as group:
+        assert group.all_reduce([torch.ones(1)] * 2, [1, 1]).tolist() == [2.0]
+    with pytest.raises(RuntimeError, match="this group was closed"):
+        group.all_reduce([torch.ones(1)] * 2, [1, 1])
+    with pytest.raises(ValueError, match="workspace_bytes: expected a positive int, got 0"):
+        ShardGroup(2, workspace_bytes=0)

@@ -1,0 +1,84 @@
+"""Building a group: its arguments are checked and compared, then connections are made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..core.layout import owners_of
+from ..transports import Wire
+from ..transports import costs as cost_tables
+from ..transports.domains import Domains, host
+from ..transports.domains import agree as agree_on_domains
+from ..transports.domains import check as check_domains
+from ..transports.peer.peers import Peers
+from . import membership
+from .agreement import Agreement
+from .executor import Executor
+from .planner import Planner
+from .routes import Router
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Built(NamedTuple):
+    """``group`` is None for a lone process, and so is ``wire``; ``domains`` say which processes share fast links."""
+
+    planner: Planner
+    group: dist.ProcessGroup | None
+    domains: Domains
+    wire: Wire | None
+
+
+def construct(
+    num_virtual_ranks: int | None,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    placement: str | Sequence[int],
+    transport: str,
+    domains: Sequence[int | str] | None,
+    device: torch.device | str | None,
+    check: str,
+    timeout: float | timedelta | None,
+    workspace_bytes: int | None,
+    costs: str | os.PathLike[str] | Mapping[str, cost_tables.Costs] | None,
+) -> Built:
+    """What :class:`~.group.CollectiveGroup` is made of; its arguments. Collective."""
+    pg = membership.process_group(group)
+    rank, world_size = (0, 1) if pg is None else (dist.get_rank(pg), dist.get_world_size(pg))
+    agreement = Agreement(pg, membership.timeout(pg, None))
+    agreement.begin()
+    try:
+        limit = agreement.timeout = membership.timeout(pg, timeout)
+        agreement.check = membership.check_mode(check)
+        where = membership.device(pg, device)
+        ranks = membership.num_virtual_ranks(num_virtual_ranks, pg, world_size)
+        owners = owners_of(ranks, world_size, placement)
+        membership.check_transport(transport, world_size)
+        membership.check_workspace(workspace_bytes)
+        if domains is not None:
+            check_domains(domains, world_size)
+        table = cost_tables.load(costs)
+        agreement.load_native()
+    except Exception as error:
+        raise agreement.refuse("ShardGroup", error) from error
+    signature: dict[str, Any] = {"num_virtual_ranks": ranks, "placement": list(owners), "transport": transport}
+    signature |= {"check": check, "device": where.type, "costs": repr(table), "workspace_bytes": workspace_bytes}
+    signature["domains"] = None if domains is None else list(domains)
+    here = [host(), membership.gpu(where), membership.abandoned(pg, where)]
+    places = agreement.agree("ShardGroup", signature, here)
+    membership.refuse_shared_gpu([gpu for _, gpu, _ in places])
+    membership.refuse_abandoned([reason for _, _, reason in places])
+    agreed = agree_on_domains([name for name, _, _ in places] if domains is None else domains)
+    wire, peers = agreement.connect(max(map(owners.count, range(world_size))) + 1, where), None
+    if pg is not None and wire is not None and (transport == "peer" or (transport == "auto" and where.type == "cuda")):
+        peers = Peers(pg, agreement.gather_objects, owners, where, limit.total_seconds(), workspace_bytes)
+        if transport == "peer" and peers.reason is not None:
+            raise ValueError(f'transport: "peer" cannot be used: {peers.reason}')
+    router = Router(agreed, transport, table, peers)
+    return Built(Planner(Executor(owners, rank, wire, router, peers), agreement, where), pg, agreed, wire)

@@ -1,0 +1,123 @@
+"""Interrupts, forks and a store that stops: never a wrong number, never a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardsum import ShardGroup
+from tests.processes import run_processes
+
+EVERY = 11  # lines, of which one is interrupted; 1 tries all of them
+
+
+def interrupt_at(line: int) -> Any:
+    """A trace function that raises KeyboardInterrupt at one line of the package, counted from now."""
+    count = 0
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal count
+        if f"{os.sep}shardsum{os.sep}" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            count += 1
+            if count == line:
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def interrupted_anywhere(rank: int, world_size: int) -> int:
+    """Process 0 is interrupted at some line of a call, and makes its next call."""
+    line = 1
+    while True:
+        group = ShardGroup(2, timeout=6, transport="all_to_all")
+
+        def call(name: str, value: float, group: ShardGroup = group) -> float | None:
+            try:
+                return group.all_reduce(torch.full((4,), value * (1 + rank)), [4, 4], name=name)[0].item()
+            except (RuntimeError, KeyboardInterrupt):
+                return None
+
+        for name in ("first", "second"):
+            call(name, 1.0)
+        if rank == 0:
+            sys.settrace(interrupt_at(line))
+        first = call("first", 1.0)
+        sys.settrace(None)
+        assert first in (None, 3.0), (line, first)
+        second = call("second", 100.0)
+        assert second in (None, 300.0), (line, second)
+        interrupted = torch.tensor([first is None])
+        dist.broadcast(interrupted, 0)
+        if not interrupted.item():
+            return line
+        line += EVERY
+
+
+def test_a_call_interrupted_at_any_line_is_never_mixed_with_the_next() -> None:
+    lines = run_processes(interrupted_anywhere, 2)
+    assert lines[0] == lines[1] > 50, "the call has fewer lines than that"
+
+
+def forked(rank: int, world_size: int) -> None:
+    group = ShardGroup(2)
+    x = torch.ones(4)
+    group.all_reduce(x, [4, 4])
+    child = os.fork()
+    if child == 0:
+        try:
+            group.all_reduce(x, [4, 4])
+        except RuntimeError as error:
+            os._exit(0 if "forked child" in str(error) else 2)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert group.all_reduce(x, [4, 4]).tolist() == [2.0] * 4
+
+
+def test_a_forked_child_is_refused_and_leaves_its_parents_group_alone() -> None:
+    run_processes(forked, 2)
+
+
+def store_stops(rank: int, world_size: int, port: int, known: bool, sent: int) -> tuple[str, float] | None:
+    dist.destroy_process_group()
+    limit = timedelta(seconds=30)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", limit, world_size, rank)
+    group = ShardGroup(3, timeout=3)
+    x = torch.ones(4)
+    group.all_reduce(x, [4] * 3)
+    pid = group.gather_ints("pid", [os.getpid()], 1)[0][0]
+    if rank == 0:
+        os.kill(os.getpid(), sent)
+        time.sleep(60)
+    time.sleep(0.5)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(2):
+            group.all_reduce(x, [4] * 3, scale=None if known else 0.5)
+    took = time.monotonic() - started
+    if rank == 1:
+        time.sleep(max(0.0, 6 - took))
+        os.kill(pid, signal.SIGKILL)
+    return str(caught.value), took
+
+
+@pytest.mark.parametrize(("known", "sent"), [(True, signal.SIGSTOP), (False, signal.SIGSTOP), (False, signal.SIGKILL)])
+def test_a_store_that_is_gone_is_said_to_be(known: bool, sent: int) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = run_processes(store_stops, 3, port, known, sent, timeout=10, may_die=(0,))
+    for message, took in filter(None, results):
+        assert took < 5.5, (took, message)
+        assert "store" in message and "nothing is known of the other processes" in message, message
