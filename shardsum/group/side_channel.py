@@ -71,8 +71,12 @@ class SideChannel:
         tokens: dict[int, str] = {}
         while True:
             for p in others:
-                if (token := root.get(f"want/{p}")) is not None:
-                    tokens[p] = token  # perhaps another one than before: that construction was given up
+                token, known = root.get(f"want/{p}"), tokens.get(p)
+                if not token or token == known or (known and root.check(f"took/{known}")):
+                    continue  # who took the name may be in its next construction already
+                if known:  # of a construction that was given up, or is long done
+                    root.delete(f"offer/{known}")
+                tokens[p] = token
             absent = [p for p in others if p not in tokens]
             if not absent:
                 for token in tokens.values():
@@ -87,9 +91,9 @@ class SideChannel:
                     root.set(f"offer/{token}", f"!{error}")
                 raise error
             pause = _sleep(pause)
-        for p, token in tokens.items():
-            for key in (f"want/{p}", f"offer/{token}", f"took/{token}"):
-                root.delete(key)
+        for token in tokens.values():
+            root.delete(f"offer/{token}")
+            root.delete(f"took/{token}")
         return name
 
     def _find_first(self, root: BoundedStore, patience: _Patience) -> str:
@@ -98,7 +102,7 @@ class SideChannel:
         root.set(f"want/{self.rank}", token)
         while (name := root.get(f"offer/{token}")) is None:
             if not patience(range(self.world_size)):
-                root.delete(f"want/{self.rank}")
+                root.set(f"want/{self.rank}", "")  # not deleted: a store's client waits for a key that is gone
                 raise RuntimeError(f"ShardGroup: process 0 did not come within {patience.seconds:g} s")
             pause = _sleep(pause)
         if name.startswith("!"):
