@@ -1,7 +1,8 @@
-"""Interrupts, forks and a store that stops: never a wrong number, never a hang."""
+"""Interrupts and a store that stops: never a wrong number, never a hang."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -70,25 +71,6 @@ def test_a_call_interrupted_at_any_line_is_never_mixed_with_the_next() -> None:
     assert lines[0] == lines[1] > 50, "the call has fewer lines than that"
 
 
-def forked(rank: int, world_size: int) -> None:
-    group = ShardGroup(2)
-    x = torch.ones(4)
-    group.all_reduce(x, [4, 4])
-    child = os.fork()
-    if child == 0:
-        try:
-            group.all_reduce(x, [4, 4])
-        except RuntimeError as error:
-            os._exit(0 if "forked child" in str(error) else 2)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert group.all_reduce(x, [4, 4]).tolist() == [2.0] * 4
-
-
-def test_a_forked_child_is_refused_and_leaves_its_parents_group_alone() -> None:
-    run_processes(forked, 2)
-
-
 def store_stops(rank: int, world_size: int, port: int, known: bool, sent: int) -> tuple[str, float] | None:
     dist.destroy_process_group()
     limit = timedelta(seconds=30)
@@ -108,7 +90,8 @@ def store_stops(rank: int, world_size: int, port: int, known: bool, sent: int) -
     took = time.monotonic() - started
     if rank == 1:
         time.sleep(max(0.0, 6 - took))
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it was killed before
+            os.kill(pid, signal.SIGKILL)
     return str(caught.value), took
 
 

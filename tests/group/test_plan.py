@@ -325,3 +325,20 @@ def test_closed_groups() -> None:
         group.all_reduce([torch.ones(1)] * 2, [1, 1])
     with pytest.raises(ValueError, match="workspace_bytes: expected a positive int, got 0"):
         ShardGroup(2, workspace_bytes=0)
+
+
+def wrapped_shards(rank: int, world_size: int) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    group, mesh = ShardGroup(2), init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="is a DTensor, which wraps other tensors") as caught:
+        group.all_reduce(sharded if rank == 1 else torch.ones(2), [2, 2])
+    assert group.all_reduce(sharded.to_local(), [2, 2]).tolist() == [2.0, 2.0]
+    return str(caught.value)
+
+
+def test_a_wrapped_shard_is_refused_on_every_process() -> None:
+    first, second = run_processes(wrapped_shards, 2)
+    assert first == second
