@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--json", type=Path, help="where rank 0 writes the rows")
     parser.add_argument(
-        "--table", type=Path, help="print a JSON file as a table for docs/collectives.md; measures nothing"
+        "--table", type=Path, help="print a JSON file as a table for docs/engineering/collectives.md; measures nothing"
     )
     args = parser.parse_args()
     if args.table:

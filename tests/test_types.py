@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 #: Lines that end in ``# E: text`` must have an error that holds the text; no other line may have one. The flags are
@@ -59,6 +61,7 @@ cp.attention(x, x, x, return_lse=True, causal=True)  # E: No overload
 
 
 def test_a_users_snippet(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
     (tmp_path / "snippet.py").write_text(SNIPPET)
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--no-error-summary"]
     done = subprocess.run([*command, str(tmp_path / "snippet.py")], cwd=ROOT, capture_output=True, text=True)

@@ -11,7 +11,7 @@
 //     inboxes  [2 parities][inbox_bytes]                slots for rows that are pushed by their owners; all bits set
 //
 // all zero at set-up but the inboxes, and a private PeerControl. A call moves the flat elements [chunk_begin,
-// chunk_end) of a range of size * width; see docs/peer.md for the protocol.
+// chunk_end) of a range of size * width; see docs/engineering/peer.md for the protocol.
 #pragma once
 #include <cstdint>
 

@@ -1,5 +1,5 @@
 // A sum or a movement in one round: rows are copied to staging, from where peers read them, or written to their
-// readers' staging. Protocol: docs/peer.md.
+// readers' staging. Protocol: docs/engineering/peer.md.
 #include <cuda_runtime.h>
 
 #include "block.cuh"

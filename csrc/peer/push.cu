@@ -1,6 +1,6 @@
 // A small sum in one launch: every process pushes its rows into its peers' inboxes and sums what arrives
 // (words.cuh). The rows' bounds come in words with an epoch, the flags of block 0. Beside all this the launch is
-// settled: every process releases that it has begun it, and ends it when all have (docs/peer.md).
+// settled: every process releases that it has begun it, and ends it when all have (docs/engineering/peer.md).
 #include <cuda_runtime.h>
 
 #include "launch.h"

@@ -1,6 +1,6 @@
 // An all_reduce in two rounds and one launch: every process writes to each peer that one's part of its rows, sums its
 // own part and writes the sums to all peers, which copy them to their outputs. Everything that a process reads is in
-// its own memory. Protocol: docs/peer.md.
+// its own memory. Protocol: docs/engineering/peer.md.
 #include <cuda_runtime.h>
 
 #include "launch.h"

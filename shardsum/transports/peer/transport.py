@@ -2,7 +2,7 @@
 
 A launch pushes or writes this process's rows to its peers, or puts them where peers read them, and sums all rows in
 virtual-rank order as they come. Lengths ride in flags: they may change with every call and every replay of a CUDA
-graph. docs/peer.md has the protocol.
+graph. docs/engineering/peer.md has the protocol.
 
 Contract: a :class:`PeerTransport` is made, used and closed by all processes of the group together; they make the same
 calls in the same order, from one thread, on any streams (a call comes after the group's previous one). A call can be

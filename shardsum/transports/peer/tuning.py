@@ -1,4 +1,4 @@
-"""Launch shapes and switch points of the peer transport, measured on H200 (docs/peer.md)."""
+"""Launch shapes and switch points of the peer transport, measured on H200 (docs/engineering/peer.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STREAM_WARPS = 8  # of a block that streams, whatever ``threads``
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch shapes and switch points, measured on H200; every process must use the same. docs/peer.md says how.
+    """Launch shapes and switch points, measured on H200 (docs/engineering/peer.md); every process must use the same.
 
     Attributes:
         threads: of a block, a multiple of 32 from 96 to 256; those that push always have 256.

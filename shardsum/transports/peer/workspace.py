@@ -4,7 +4,8 @@ A workspace is the symmetric block of every process, the launch counter that goe
 the host. All groups over the same processes share it. That is sound because nothing in it belongs to a group:
 
 - One epoch counts all launches, whosever they are, and the groups of a process group make their calls in one order on
-  all processes. So what docs/peer.md says of "one call ahead, never two" holds for the sequence of all calls.
+  all processes. So what docs/engineering/peer.md says of "one call ahead, never two" holds for the sequence of all
+  calls.
 - Flags have fixed places, with room for as many virtual ranks as there may be, and carry the epoch.
 - Slots of staging and of results may be cut anew by every launch: nobody reads what an older launch left there.
 - Inboxes are empty between launches, however a launch cuts them into slots.

@@ -1,0 +1,185 @@
+"""Documentation: every Python block runs, and every row of the table of losses is right."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardsum import ShardGroup
+from shardsum.training.hooks import FSDPReduceScatter, HookState, ddp_comm_hook
+from tests.processes import run_processes
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+#: Pages whose blocks need a process group, with the processes that run them.
+LAUNCHED = {"how-to/ddp.md": 2, "how-to/fsdp2.md": 2, "how-to/several-hosts.md": 8}
+
+#: A block, or hidden lines that make the names a block uses: ``<!-- setup``, lines, ``-->``.
+_BLOCK = re.compile(
+    r"^```python(?P<title>[^\n]*)\n(?P<block>.*?)^```|^<!-- setup\n(?P<setup>.*?)^-->", re.DOTALL | re.MULTILINE
+)
+
+
+def pages() -> list[str]:
+    found = (page.relative_to(DOCS).as_posix() for page in sorted(DOCS.rglob("*.md")))
+    return [page for page in found if not page.startswith("engineering/")]
+
+
+def code(page: str) -> str:
+    """The page's blocks as one program, each at its own lines so that a traceback names them."""
+    text = (DOCS / page).read_text()
+    lines = [""] * (text.count("\n") + 1)
+    for match in _BLOCK.finditer(text):
+        if "needs a GPU" in (match["title"] or "") and not torch.cuda.is_available():
+            compile(match["block"], page, "exec")
+            continue
+        kind = "block" if match["block"] is not None else "setup"
+        first = text.count("\n", 0, match.start(kind))
+        body = match[kind].splitlines()
+        lines[first : first + len(body)] = body
+    return "\n".join(lines)
+
+
+def run(page: str) -> None:
+    path = DOCS / page
+    source = code(page)
+    # torch.compile reads the source of what it traces
+    linecache.cache[str(path)] = (len(source), None, source.splitlines(keepends=True), str(path))
+    exec(compile(source, str(path), "exec"), {"__name__": f"docs.{page}"})
+
+
+@pytest.mark.parametrize("page", [p for p in pages() if p not in LAUNCHED and code(p).strip()])
+def test_the_blocks_of_a_page_run(page: str) -> None:
+    run(page)
+
+
+def _run_page(rank: int, world_size: int, page: str) -> None:
+    run(page)
+
+
+@pytest.mark.parametrize("page", LAUNCHED)
+def test_the_blocks_of_a_page_run_under_a_launcher(page: str) -> None:
+    run_processes(_run_page, LAUNCHED[page], page)
+
+
+def test_the_session_of_the_first_page() -> None:
+    """The commands of console blocks print what is shown below them."""
+    sessions = re.findall(r"^```console\n(.*?)^```", (DOCS / "index.md").read_text(), re.DOTALL | re.MULTILINE)
+    shown = [re.findall(r"\$ (\S+ .*)\n(\[.*)\n", body) for body in sessions]
+    commands = [pair for found in shown for pair in found]
+    assert len(commands) == 2
+    for command, output in commands:
+        words = command.split()
+        program = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}[words[0]]
+        done = subprocess.run([*program, *words[1:]], cwd=DOCS.parent, capture_output=True, text=True, timeout=240)
+        assert done.stdout.strip().splitlines()[-1:] == [output], done.stderr
+
+
+# The table of losses: rank v has TOKENS[v] tokens whose losses are w * x; all numbers are small powers of two
+
+TOKENS = (1, 3)
+INPUTS = (torch.tensor([2.0]), torch.tensor([4.0, 8.0, 32.0]))
+OF_ALL_TOKENS = sum(float(x.sum()) for x in INPUTS) / sum(TOKENS)
+OF_MEANS = sum(float(x.sum()) / n for x, n in zip(INPUTS, TOKENS)) / len(TOKENS)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w[0] * x
+
+
+Loss = Callable[[ShardGroup, Tensor], Tensor]
+
+
+def token_mean(grad: str) -> Loss:
+    return lambda group, losses: group.token_mean(losses.sum(), len(losses), grad=grad)[0]  # type: ignore[arg-type]
+
+
+def part_of_all(group: ShardGroup, losses: Tensor) -> Tensor:
+    return losses.sum() / sum(TOKENS)
+
+
+def own_mean(group: ShardGroup, losses: Tensor) -> Tensor:
+    return losses.mean()
+
+
+def by_replicas(loss: Loss | None, scale: float | None) -> Callable[[ShardGroup], float]:
+    def gradient(processes: ShardGroup) -> float:
+        group, model = processes, Model()
+        replicas = group.replicas(model)
+        losses = [m(INPUTS[v]) for v, m in zip(group.virtual_ranks, replicas)]
+        if loss is None:
+            total, _ = group.token_mean([x.sum() for x in losses], [len(x) for x in losses])
+        else:
+            total = torch.stack([loss(group, x) for x in losses]).sum()
+        total.backward()
+        group.reduce_gradients(replicas, scale=scale)
+        assert model.w.grad is not None
+        return float(model.w.grad[0])
+
+    return gradient
+
+
+def by_ddp(loss: Loss, make_state: Callable[[ShardGroup], HookState] | None) -> Callable[[ShardGroup], float]:
+    def gradient(group: ShardGroup) -> float:
+        model = DistributedDataParallel(Model())
+        if make_state is not None:
+            model.register_comm_hook(make_state(group), ddp_comm_hook)
+        loss(group, model(INPUTS[group.rank])).backward()
+        return float(model.module.w.grad[0])
+
+    return gradient
+
+
+def by_fsdp(loss: Loss, make: Callable[[], FSDPReduceScatter]) -> Callable[[ShardGroup], float]:
+    def gradient(group: ShardGroup) -> float:
+        model: Any = fully_shard(Model(), mesh=dist.device_mesh.init_device_mesh("cpu", (group.world_size,)))
+        assert isinstance(model, FSDPModule)
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
+        model.set_custom_reduce_scatter(make())
+        loss(group, model(INPUTS[group.rank])).backward()
+        return float(model.w.grad.full_tensor()[0])
+
+    return gradient
+
+
+ROWS: dict[int, tuple[Callable[[ShardGroup], float], float]] = {
+    1: (by_replicas(None, None), OF_ALL_TOKENS),
+    2: (by_ddp(token_mean("identity"), lambda group: HookState(group, scale=1.0)), OF_ALL_TOKENS),
+    3: (by_fsdp(token_mean("identity"), FSDPReduceScatter), OF_ALL_TOKENS),
+    4: (by_ddp(token_mean("sum"), None), OF_ALL_TOKENS),
+    5: (by_ddp(part_of_all, lambda group: HookState(group, scale=1.0)), OF_ALL_TOKENS),
+    6: (by_ddp(own_mean, HookState), OF_MEANS),
+    7: (by_fsdp(own_mean, lambda: FSDPReduceScatter(scale=1 / dist.get_world_size())), OF_MEANS),
+    8: (by_replicas(own_mean, 1 / 2), OF_MEANS),
+}
+
+
+def _gradients(rank: int, world_size: int) -> dict[int, float]:
+    group = ShardGroup()
+    return {row: gradient(group) for row, (gradient, _) in ROWS.items()}
+
+
+def test_every_row_of_the_table_of_losses() -> None:
+    listed = [int(n) for n in re.findall(r"^\| (\d+) \|", (DOCS / "how-to" / "losses.md").read_text(), re.MULTILINE)]
+    assert listed == list(ROWS)
+    for found in run_processes(_gradients, 2):
+        # the mean of row 8's first rank, 44 / 3, is no float: the same roundings in other places
+        assert found == pytest.approx({row: wanted for row, (_, wanted) in ROWS.items()}, rel=1e-6)
