@@ -176,7 +176,9 @@ def _key(name: str, shards: Any, lengths: Any, options: tuple[Any, ...]) -> Hash
 
     Lengths and intervals are compared as ints: True and 8.0 equal ints, but the checks refuse them.
     """
-    first = shards if type(shards) is Tensor else shards[0]
+    first = shards if type(shards) is Tensor else shards[0] if type(shards) is list else None
+    if type(first) is not Tensor:  # a DTensor would communicate where one looks into it
+        return None
     if name == "exchange":
         lengths = [bound for pair in (*lengths[0], None, *lengths[1]) for bound in pair or (-1,)]
     if type(lengths) is Tensor:
