@@ -69,16 +69,11 @@ class Ranks:
             layers = [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
             for module in (*layers, model):
                 fully_shard(module)
-            reduce_scatter = FSDPReduceScatter()
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_gradient_divide_factor(1.0)
-                    module.set_force_sum_reduction_for_comms(True)
-                    module.set_custom_reduce_scatter(reduce_scatter)
+            FSDPReduceScatter().install(model)
             self.modules = [model]
         else:
             self.modules = [DistributedDataParallel(model)]
-            self.modules[0].register_comm_hook(HookState(group, scale=1.0), ddp_comm_hook)
+            self.modules[0].register_comm_hook(HookState.for_sum_loss(group), ddp_comm_hook)
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Around a forward and backward; gradients are summed over ranks in the last one of a step."""

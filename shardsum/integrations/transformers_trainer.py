@@ -55,7 +55,8 @@ class ContextParallelMixin:
         self._shard_group = shard_group
         self._hook: HookState | None = None
         if options.world_size > 1:
-            self._hook = HookState(shard_group if size == options.world_size else ShardGroup(device=shard_group.device))
+            every = shard_group if size == options.world_size else ShardGroup(device=shard_group.device)
+            self._hook = HookState.for_mean_loss(every)  # Trainer multiplies the loss by the number of processes
         apply_cp(self.model, shard_group)  # type: ignore[attr-defined]
 
     def chunk_lengths(self, cu_seqlens: Sequence[int]) -> list[int]:

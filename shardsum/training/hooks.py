@@ -3,49 +3,65 @@
 Torch's own reductions leave the order of additions to NCCL or gloo, which depends on the number of processes, the
 message size and the algorithm, and they add in the dtype on the wire. These hooks give the bits of
 :mod:`shardsum.core.reference` instead: those that R virtual ranks in one process give. Here every process is one
-virtual rank (R = G).
-
-DDP::
+virtual rank (R = G). FSDP2's is :class:`shardsum.training.fsdp.FSDPReduceScatter`. DDP::
 
     model = DistributedDataParallel(module)
-    model.register_comm_hook(HookState(ShardGroup(), wire_dtype=torch.bfloat16), ddp_comm_hook)
+    model.register_comm_hook(HookState.for_sum_loss(ShardGroup(), wire_dtype=torch.bfloat16), ddp_comm_hook)
+    loss, _ = group.token_mean(loss_sum, num_valid)
+    loss.backward()
 
-FSDP2 (the two set_ calls make it pass plain sums; the average is ``scale``)::
+Which state goes with which loss, where each process calls ``backward()`` on its own copy:
 
-    for m in model.modules():
-        if isinstance(m, FSDPModule):
-            m.set_gradient_divide_factor(1.0)
-            m.set_force_sum_reduction_for_comms(True)
-            m.set_custom_reduce_scatter(reduce_scatter)      # one FSDPReduceScatter(scale=1 / world_size) for all
+=======================================================  ==============================
+loss                                                     state
+=======================================================  ==============================
+``group.token_mean(...)`` (grad="identity", the          ``HookState.for_sum_loss``
+default), with or without ``denominator``
+``loss_sum / n``, n being the same on all processes      ``HookState.for_sum_loss``
+``group.token_mean(..., grad="sum")``                    ``HookState.for_mean_loss``
+mean over the process's own batch: the mean of means     ``HookState.for_mean_loss``
+``token_mean`` over ranks that share a sequence, and D   ``HookState(scale=1 / D)``
+such groups whose means are averaged
+=======================================================  ==============================
+
+For ``FSDPReduceScatter`` the same: ``scale=None`` adds (for_sum_loss), ``scale=1 / world_size`` averages.
+
+Loss scaling (fp16): an overflow on one process is inf or NaN in the sum that all get, so all of them skip the step and
+keep equal scales. A norm is computed from the reduced gradients, which are the same bits everywhere.
 """
 
 # No postponed annotations here: DDP looks at those of a hook.
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from ..core.numerics import check_op
 from ..core.words import Op
 from ..group.plan import Plan
+from .fsdp import FSDPReduceScatter, check_wire_dtype
 from .shard_group import ShardGroup
 
-_WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+__all__ = ["FSDPReduceScatter", "HookState", "ddp_comm_hook"]
+
+_LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass
 class HookState:
-    """What :func:`ddp_comm_hook` needs.
+    """What :func:`ddp_comm_hook` needs. Made by :meth:`for_sum_loss` or :meth:`for_mean_loss`.
 
     Args:
-        group: the processes that DDP averages over, each hosting one virtual rank.
+        group: the processes that DDP reduces over, each hosting one virtual rank.
         wire_dtype: gradients travel in this dtype but are added in fp32: each is rounded to it once before, and the
             result once after. A bfloat16 wire moves half the bytes of a float32 one. None sends gradients as they are.
-        scale: the sum is multiplied by this number. None averages: the sum is divided by R.
+        scale: the sum is multiplied by this number. None averages: the sum is divided by R. It must fit the loss (the
+            module has the table), so it has no default.
 
     Raises:
         ValueError: a process hosts several virtual ranks; an unsuitable ``wire_dtype`` or ``scale``.
@@ -53,9 +69,49 @@ class HookState:
 
     group: ShardGroup
     wire_dtype: torch.dtype | None = None
-    scale: float | None = None
+    scale: float | None = field(kw_only=True)
     _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict, init=False, repr=False)
     _plans: dict[tuple[int, torch.dtype], Plan] = field(default_factory=dict, init=False, repr=False)
+    #: Gradients of micro-batches, fp32, until the next reduction.
+    _totals: dict[Tensor, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _accumulating: bool = field(default=False, init=False, repr=False)
+
+    @classmethod
+    def for_sum_loss(cls, group: ShardGroup, *, wire_dtype: torch.dtype | None = None) -> "HookState":
+        """Gradients are added: each process's backward gives its part of the gradient of one common loss."""
+        return cls(group, wire_dtype, scale=1.0)
+
+    @classmethod
+    def for_mean_loss(cls, group: ShardGroup, *, wire_dtype: torch.dtype | None = None) -> "HookState":
+        """Gradients are averaged, as DDP does: each process has a loss of its own, and their mean is minimised."""
+        return cls(group, wire_dtype, scale=None)
+
+    def __post_init__(self) -> None:
+        _check_one_rank_per_process(self.group)
+        check_op("sum", self.scale, torch.float32)
+        check_wire_dtype(self.wire_dtype)
+
+    @contextmanager
+    def accumulate(self, model: DistributedDataParallel) -> Iterator[None]:
+        """``model.no_sync()`` around forward and backward of a micro-batch, with sums of micro-batches in fp32.
+
+        Gradients of float16 and bfloat16 parameters are taken out of ``.grad``, and enter the reduction of the next
+        backward pass outside, unrounded. Every process has the same number of micro-batches.
+
+        Example:
+            >>> for batch in window[:-1]:
+            ...     with state.accumulate(model):
+            ...         loss_of(model, batch).backward()
+            >>> loss_of(model, window[-1]).backward()
+        """
+        with model.no_sync():
+            yield
+        self._accumulating = True
+        for p in model.module.parameters():
+            if p.grad is not None and p.dtype in _LOW:
+                total = self._totals.get(p)
+                self._totals[p] = p.grad.float() if total is None else total.add_(p.grad)
+                p.grad = None
 
     def plan(self, size: int, dtype: torch.dtype) -> Plan:
         """The reduction of buckets of ``size`` elements. Collective where they are the first of their size."""
@@ -67,11 +123,22 @@ class HookState:
             )
         return self._plans[size, dtype]
 
-    def __post_init__(self) -> None:
-        _check_one_rank_per_process(self.group)
-        check_op("sum", self.scale, torch.float32)
-        if self.wire_dtype not in (None, *_WIRE_DTYPES):
-            raise ValueError(f"wire_dtype: {self.wire_dtype} is none of {', '.join(map(str, _WIRE_DTYPES))}")
+    def reduce(self, bucket: dist.GradBucket) -> Tensor:
+        """The reduced bucket, with the gradients of micro-batches before."""
+        buffer = rows = bucket.buffer()
+        if self._accumulating and buffer.dtype in _LOW:
+            rows = buffer.float()
+            for p, grad in zip(bucket.parameters(), bucket.gradients()):
+                total = self._totals.pop(p, None)
+                if total is not None:
+                    offset = grad.storage_offset() - buffer.storage_offset()
+                    rows.as_strided(grad.shape, grad.stride(), offset).add_(total)
+                    if total.is_cuda:  # made on another stream
+                        total.record_stream(torch.cuda.current_stream(total.device))
+        if bucket.is_last():
+            self._accumulating = False
+        wire = rows if self.wire_dtype is None else rows.to(self.wire_dtype)
+        return self.plan(wire.numel(), wire.dtype)(wire).to(buffer.dtype)
 
 
 def ddp_comm_hook(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -83,7 +150,7 @@ def ddp_comm_hook(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     buffer = bucket.buffer()
     if not buffer.is_cuda:
         future: Future[Tensor] = Future()
-        future.set_result(_reduce(state, buffer))
+        future.set_result(state.reduce(bucket))
         return future
     if buffer.device not in state._streams:
         state._streams[buffer.device] = torch.cuda.Stream(buffer.device)
@@ -92,78 +159,8 @@ def ddp_comm_hook(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     with torch.cuda.stream(stream):
         buffer.record_stream(stream)
         future = Future(devices=[buffer.device])
-        future.set_result(_reduce(state, buffer))  # records an event on this stream; DDP waits for it
+        future.set_result(state.reduce(bucket))  # records an event on this stream; DDP waits for it
     return future
-
-
-def _reduce(state: HookState, buffer: Tensor) -> Tensor:
-    wire = buffer if state.wire_dtype is None else buffer.to(state.wire_dtype)
-    return state.plan(wire.numel(), wire.dtype)(wire).to(buffer.dtype)
-
-
-class FSDPReduceScatter:
-    """For ``FSDPModule.set_custom_reduce_scatter``: the sum over processes in rank order, each keeping its own part.
-
-    One object serves all modules of a model, whatever groups they are sharded over: it makes a ShardGroup for each
-    process group it meets, at the first call, which is collective (every process of the group takes part in it).
-    Gradients are added in fp32 and rounded once to FSDP's reduce dtype (``MixedPrecisionPolicy.reduce_dtype``). With
-    HSDP the all-reduce over the replicating axis stays torch's own.
-
-    Args:
-        scale: factor of the sum, e.g. ``1 / world_size`` for the average. None is the plain sum.
-        options: passed on to ``ShardGroup(group=..., **options)`` (``transport``, ``timeout``, ...).
-    """
-
-    def __init__(self, scale: float | None = None, **options: Any) -> None:
-        self.scale = check_op("sum", scale, torch.float32)
-        self._options = options
-        self._groups: dict[dist.ProcessGroup, ShardGroup] = {}
-        self._plans: dict[Any, Plan] = {}
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffers that FSDP fills and reads: plain tensors."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """``output_tensor (n,)`` = part ``rank`` of the sum of every process's ``input_tensor (world_size * n,)``.
-
-        The work is enqueued on the current stream (FSDP makes that its reduce-scatter stream).
-
-        Raises:
-            ValueError: ``op`` is not SUM, or ``async_op`` is set.
-        """
-        if op != dist.ReduceOp.SUM:
-            raise ValueError(
-                f"FSDPReduceScatter adds and does not average, but FSDP asks for {_op_name(op)}: call "
-                "set_gradient_divide_factor(1.0) and set_force_sum_reduction_for_comms(True) on every FSDPModule, "
-                "and give FSDPReduceScatter the scale instead"
-            )
-        if async_op:
-            raise ValueError("async_op: FSDPReduceScatter enqueues its work on the current stream; pass False")
-        key = group, input_tensor.numel(), input_tensor.dtype, output_tensor.dtype
-        if key not in self._plans:
-            self._plans[key] = self._make_plan(group, input_tensor, output_tensor)
-        self._plans[key](input_tensor, out=output_tensor)
-
-    def _make_plan(self, group: dist.ProcessGroup, source: Tensor, part: Tensor) -> Plan:
-        shards, size = self._group(group, source.device), source.numel()
-        ranks = shards.world_size
-        return shards.plan(
-            "reduce_scatter", [size] * ranks, size=size, splits=[part.numel()] * ranks, dtype=source.dtype,
-            out_dtype=part.dtype, scale=self.scale,
-        )  # fmt: skip
-
-    def _group(self, group: dist.ProcessGroup, device: torch.device) -> ShardGroup:
-        if group not in self._groups:
-            self._groups[group] = ShardGroup(group=group, device=device, **self._options)
-        return self._groups[group]
 
 
 def _check_one_rank_per_process(group: ShardGroup) -> None:
@@ -172,7 +169,3 @@ def _check_one_rank_per_process(group: ShardGroup) -> None:
             f"group: {group.num_virtual_ranks} virtual ranks on {group.world_size} processes; a gradient hook needs "
             "one for each process (ShardGroup(group=...) without num_virtual_ranks)"
         )
-
-
-def _op_name(op: Any) -> str:
-    return str(getattr(op, "op", op)).rpartition(".")[2]

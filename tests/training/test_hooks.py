@@ -10,7 +10,7 @@ import torch._dynamo  # DDP imports it; here once, not in every forked child
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardsum import ShardGroup
@@ -72,7 +72,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 
 def _ddp(rank: int, world_size: int, dtype: torch.dtype, wire: Any, views: bool, batches: Any) -> list[torch.Tensor]:
     model = DistributedDataParallel(make_model(dtype), bucket_cap_mb=0.001, gradient_as_bucket_view=views)
-    model.register_comm_hook(HookState(ShardGroup(), wire_dtype=wire), ddp_comm_hook)
+    model.register_comm_hook(HookState.for_mean_loss(ShardGroup(), wire_dtype=wire), ddp_comm_hook)
     optimizer = optimizer_of(model)
     with model.join(enable=batches is not None):
         for step in range(STEPS if batches is None else batches[rank]):
@@ -124,7 +124,7 @@ def _bf16_gradients(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Ten
     mine = (torch.randn(5000, generator=g) * 2.0 ** torch.randint(-9, 9, (5000,), generator=g)).bfloat16()
     layer = nn.Linear(5000, 1, bias=False, dtype=torch.bfloat16)
     ddp = DistributedDataParallel(layer)
-    ddp.register_comm_hook(HookState(ShardGroup(), scale=1.0), ddp_comm_hook)
+    ddp.register_comm_hook(HookState.for_sum_loss(ShardGroup()), ddp_comm_hook)
     ddp(mine[None]).sum().backward()  # the weight's gradient is the input
     return mine, layer.weight.grad[0]
 
@@ -144,7 +144,7 @@ def test_bf16_gradients_are_within_one_ulp_of_float64() -> None:
 
 def _bytes(rank: int, world_size: int, wire: Any, transport: str) -> int:
     group, ddp = ShardGroup(transport=transport), DistributedDataParallel(nn.Linear(300, 300))
-    ddp.register_comm_hook(HookState(group, wire_dtype=wire), ddp_comm_hook)
+    ddp.register_comm_hook(HookState.for_mean_loss(group, wire_dtype=wire), ddp_comm_hook)
     ddp(torch.ones(2, 300)).sum().backward()
     return group.stats().total
 
@@ -160,11 +160,7 @@ def shard(model: nn.Module, reduce_scatter: FSDPReduceScatter, **options: Any) -
     for layer in (*model.children(), model):
         if isinstance(layer, nn.Linear) or layer is model:
             fully_shard(layer, mesh=mesh, **options)
-    for m in model.modules():
-        if isinstance(m, FSDPModule):
-            m.set_gradient_divide_factor(1.0)
-            m.set_force_sum_reduction_for_comms(True)
-            m.set_custom_reduce_scatter(reduce_scatter)
+    reduce_scatter.install(model)
     return model
 
 
@@ -245,12 +241,168 @@ def test_fsdp_interface() -> None:
 
 def test_hook_state_refuses_what_cannot_work() -> None:
     with pytest.raises(ValueError, match="group: 4 virtual ranks on 1 processes"):
-        HookState(ShardGroup(4))
+        HookState.for_sum_loss(ShardGroup(4))
     with pytest.raises(ValueError, match=r"wire_dtype: torch\.int32 is none of torch.float16"):
-        HookState(ShardGroup(1), wire_dtype=torch.int32)
+        HookState.for_mean_loss(ShardGroup(1), wire_dtype=torch.int32)
     for refuse in (lambda: HookState(ShardGroup(1), scale="1"), lambda: FSDPReduceScatter(scale=True)):
         with pytest.raises(ValueError, match="scale: expected a float"):
             refuse()
+
+
+# Which state goes with which loss: rows of the table in shardsum.training.hooks.
+
+COUNTS = [1, 3]
+
+
+def _gradient_of_loss(rank: int, world_size: int, loss: str) -> float:
+    """d/dw of the mean over all four tokens of w * token, or of the mean of both processes' means."""
+    group, model = ShardGroup(), nn.Linear(1, 1, bias=False)
+    by_sum = loss in ("identity", "denominator", "sum over all")
+    state = (HookState.for_sum_loss if by_sum else HookState.for_mean_loss)(group)
+    if loss == "groups":
+        alone = ShardGroup(1, group=[dist.new_group([r]) for r in range(2)][rank])
+        state = HookState(group, scale=1 / 2)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, ddp_comm_hook)
+    tokens = torch.arange(1.0, 5).split(COUNTS)[rank].view(-1, 1)
+    losses, count = ddp(tokens).sum(), COUNTS[rank]
+    {
+        "identity": lambda: group.token_mean(losses, count)[0],
+        "denominator": lambda: group.token_mean(losses, count, denominator=4)[0],
+        "sum over all": lambda: losses / 4,
+        "sum": lambda: group.token_mean(losses, count, grad="sum")[0],
+        "own mean": lambda: losses / count,
+        "groups": lambda: alone.token_mean(losses, count)[0],
+    }[loss]().backward()
+    return model.weight.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [("identity", 2.5), ("denominator", 2.5), ("sum over all", 2.5), ("sum", 2.5), ("own mean", 2.0), ("groups", 2.0)],
+)
+def test_state_fits_the_loss(loss: str, expected: float) -> None:
+    assert run_processes(_gradient_of_loss, 2, loss) == [expected, expected]
+
+
+def test_the_scale_has_no_default() -> None:
+    with pytest.raises(TypeError, match="scale"):
+        HookState(ShardGroup(1))
+
+
+def _nine_micro_batches(rank: int, world_size: int, views: bool) -> list[float]:
+    """Gradients 256, then eight times 1, on each process; bfloat16 cannot add 1 to 256. Twice: totals are used up."""
+    model, found = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16), []
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=views)
+    state = HookState.for_sum_loss(ShardGroup())
+    ddp.register_comm_hook(state, ddp_comm_hook)
+    for _ in range(2):
+        for gradient in [256.0] + [1.0] * 7:
+            with state.accumulate(ddp):
+                ddp(torch.full((1, 1), gradient, dtype=torch.bfloat16)).sum().backward()
+        ddp(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        found.append(model.weight.grad.item())
+        model.weight.grad = None
+    ddp(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    return [*found, model.weight.grad.item()]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_micro_batches_of_bf16_parameters_add_up_in_fp32(views: bool) -> None:
+    assert run_processes(_nine_micro_batches, 2, views) == [[528.0, 528.0, 2.0]] * 2
+
+
+# HSDP
+
+
+def _hsdp(rank: int, world_size: int, wire: Any) -> list[torch.Tensor]:
+    """Two replicas of two shards each: gradients 1e8, 1, -1e8, 1 of one weight, and of a layer that must be padded."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3, bias=False))
+    fully_shard(model, mesh=mesh["shard"])
+    reduce_scatter = FSDPReduceScatter(scale=0.5, over=dist.group.WORLD, wire_dtype=wire)
+    reduce_scatter.install(model)
+    model(torch.full((1, 5), [1e8, 1.0, -1e8, 1.0][rank])).sum().backward()
+    return [model[0].weight.grad.full_tensor()]
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_hsdp_adds_shards_and_replicas_in_one_order(wire: Any) -> None:
+    for (grad,) in run_processes(_hsdp, 4, wire):
+        assert bits.equal(grad, torch.full((3, 5), 0.5))
+
+
+def _native_hsdp(rank: int, world_size: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(ValueError) as caught:
+        FSDPReduceScatter().install(fully_shard(nn.Linear(2, 2), mesh=mesh))
+    return str(caught.value)
+
+
+def test_torchs_own_hsdp_is_refused_with_the_way_to_go() -> None:
+    for message in run_processes(_native_hsdp, 2):
+        assert "parameter weight is replicated over a dimension of its mesh" in message and "over=" in message
+    with pytest.raises(ValueError, match="model: Linear has no FSDPModule"):
+        FSDPReduceScatter().install(nn.Linear(2, 2))
+
+
+def _fsdp_wire(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
+    x = torch.randn(4000, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    out, moved = torch.empty(1000, dtype=dtype), []
+    for wire in (dtype, torch.bfloat16):
+        reduce_scatter = FSDPReduceScatter(0.5, wire_dtype=wire if wire != torch.float64 else None)
+        reduce_scatter(out, x, dist.group.WORLD, dist.ReduceOp.SUM)
+        moved.append(reduce_scatter._groups[dist.group.WORLD].stats().total)
+    return x, out, moved[0] // moved[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fsdp_on_a_bf16_wire(dtype: torch.dtype) -> None:
+    results = run_processes(_fsdp_wire, 4, dtype)
+    rows = [x.bfloat16() for x, _, _ in results]
+    expected = reference.ragged_sum(rows, [0] * 4, 4000, scale=0.5, out_dtype=torch.float32)
+    assert bits.equal(torch.cat([out for _, out, _ in results]), expected.to(dtype))
+    assert {fewer for _, _, fewer in results} == {dtype.itemsize // 2}
+
+
+class Gated(nn.Module):
+    """The second layer does not reach the loss of some processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.expert = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        x = self.first(x)
+        y = self.expert(x)
+        return y if use else x
+
+
+def _uneven_use(rank: int, world_size: int, layers: bool, known: bool) -> str:
+    model = Gated()
+    for module in (model.first, model.expert, model) if layers else (model,):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
+    FSDPReduceScatter(timeout=5).install(model)
+    try:
+        for use in [True] * known + [rank == 0]:
+            model(torch.ones(1, 4), use).sum().backward()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+FIRST = "first.weight [4, 4], first.bias [4]"
+EXPERT = "expert.weight [4, 4], expert.bias [4]"
+
+
+@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_layer_that_some_processes_do_not_use_is_named(layers: bool, known: bool) -> None:
+    found = run_processes(_uneven_use, 2, layers, known)
+    names = [f"module expert (parameters {EXPERT})", f"module first (parameters {FIRST})"]
+    for name, message in zip(names if layers else [f"module the root (parameters {FIRST}, {EXPERT})"] * 2, found):
+        assert f"gradients of FSDP {name}: " in message and "set_reduce_scatter_unused_params(True)" in message
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -263,7 +415,7 @@ def _ddp_on_gpu(rank: int, world_size: int, wire: Any) -> tuple[list[torch.Tenso
     ddp = DistributedDataParallel(module, device_ids=[rank], bucket_cap_mb=0.3)
     module(x).square().sum().backward()
     plain = [p.grad.clone().cpu() for p in module.parameters()]
-    ddp.register_comm_hook(HookState(ShardGroup(), wire_dtype=wire), ddp_comm_hook)
+    ddp.register_comm_hook(HookState.for_mean_loss(ShardGroup(), wire_dtype=wire), ddp_comm_hook)
     for _ in range(3):  # buckets are rebuilt after the first step
         module.zero_grad()
         ddp(x).square().sum().backward()

@@ -1,0 +1,211 @@
+"""Gradient reduction of FSDP2 in rank order, with fp32 accumulation.
+
+::
+
+    for layer in (*model.layers, model):
+        fully_shard(layer, mesh=mesh)
+    FSDPReduceScatter(scale=1 / world_size).install(model)
+
+HSDP (sharded in groups, replicated over them) in one rank order: shard over one dimension of the mesh, and let the
+reduction go over all processes. Replicas then hold the same bits as long as they start with the same parameters::
+
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))
+    fully_shard(layer, mesh=mesh["shard"])
+    FSDPReduceScatter(scale=1 / 8, over=dist.group.WORLD).install(model)
+
+Micro-batches (``set_requires_gradient_sync(False)``) are added by FSDP in its reduce dtype: make that float32.
+"""
+
+# No postponed annotations: torch looks at those of collectives.
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..core.numerics import check_op
+from ..group.plan import Plan
+from .shard_group import ShardGroup
+
+WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class FSDPReduceScatter:
+    """For ``FSDPModule.set_custom_reduce_scatter``: the sum over processes in rank order, each keeping its own part.
+
+    One object serves all modules of a model, whatever groups they are sharded over: it makes a ShardGroup for each
+    process group it meets, at the first call, which is collective (every process of the group takes part in it).
+    Gradients are added in fp32 and rounded once to FSDP's reduce dtype (``MixedPrecisionPolicy.reduce_dtype``).
+
+    Args:
+        scale: factor of the sum, e.g. ``1 / world_size`` for the average. None is the plain sum.
+        wire_dtype: gradients travel in this dtype: each is rounded to it once before the sum. A bfloat16 wire moves
+            half the bytes of a float32 one. None sends gradients as they are.
+        over: the processes whose gradients are added, in this group's rank order: with HSDP those of all replicas.
+            None: those that the module is sharded over.
+        options: passed on to ``ShardGroup(group=..., **options)`` (``transport``, ``timeout``, ...).
+
+    Raises:
+        ValueError: an unsuitable ``scale`` or ``wire_dtype``.
+    """
+
+    def __init__(
+        self,
+        scale: float | None = None,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        over: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        self.scale = check_op("sum", scale, torch.float32)
+        self.wire_dtype, self.over = wire_dtype, over
+        check_wire_dtype(wire_dtype)
+        self._options = options
+        self._groups: dict[dist.ProcessGroup, ShardGroup] = {}
+        self._plans: dict[Any, Plan] = {}
+
+    def install(self, model: nn.Module) -> None:
+        """Reduce the gradients of all FSDP modules of ``model`` by this object; errors then name the module.
+
+        Makes FSDP pass plain sums (``set_gradient_divide_factor(1.0)``, ``set_force_sum_reduction_for_comms(True)``).
+
+        Raises:
+            ValueError: there is no FSDP module, or one is replicated by torch (HSDP on a two-dimensional mesh): torch
+                would add the replicas' sums in its own order.
+        """
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.tensor import DTensor, Replicate
+
+        found: dict[str, Any] = {n: module for n, module in model.named_modules() if isinstance(module, FSDPModule)}
+        if not found:
+            raise ValueError(f"model: {type(model).__name__} has no FSDPModule; call fully_shard first")
+        for name, p in model.named_parameters():
+            if isinstance(p, DTensor) and any(isinstance(placement, Replicate) for placement in p.placements):
+                raise ValueError(
+                    f"model: parameter {name} is replicated over a dimension of its mesh {p.device_mesh}, and torch "
+                    "would add the replicas' sums in an order of its own; give fully_shard the sharding dimension of "
+                    "the mesh alone, and FSDPReduceScatter the group of all processes (over=...)"
+                )
+        for name, module in found.items():
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_reduce_scatter(_OfModule(self, name, _own_parameters(model, name, found)))
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffers that FSDP fills and reads: plain tensors."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """``output_tensor (n,)`` = part ``rank`` of the sum of every process's ``input_tensor (world_size * n,)``.
+
+        The work is enqueued on the current stream (FSDP makes that its reduce-scatter stream).
+
+        Raises:
+            ValueError: ``op`` is not SUM, or ``async_op`` is set.
+        """
+        self.reduce(output_tensor, input_tensor, group, op, async_op, None)
+
+    def reduce(
+        self, out: Tensor, gradients: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool, label: str | None
+    ) -> None:
+        """A call; those with different labels never meet."""
+        if op != dist.ReduceOp.SUM:
+            raise ValueError(
+                f"FSDPReduceScatter adds and does not average, but FSDP asks for {_op_name(op)}: call install(model), "
+                "or set_gradient_divide_factor(1.0) and set_force_sum_reduction_for_comms(True) on every FSDPModule, "
+                "and give FSDPReduceScatter the scale instead"
+            )
+        if async_op:
+            raise ValueError("async_op: FSDPReduceScatter enqueues its work on the current stream; pass False")
+        rows = gradients if self.wire_dtype is None else gradients.to(self.wire_dtype)
+        # A sum of narrow values has no float64 result.
+        target = out if rows.dtype == gradients.dtype or out.dtype in WIRE_DTYPES else out.new_empty(0).float()
+        key = group, rows.numel(), rows.dtype, target.dtype, label
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(group, rows, out.numel(), target.dtype, label)
+        if target is out:
+            self._plans[key](rows, out=out)
+        else:
+            found = self._plans[key](rows)
+            out.copy_(found if isinstance(found, Tensor) else found[0])
+
+    def _make_plan(
+        self, group: dist.ProcessGroup, rows: Tensor, part: int, dtype: torch.dtype, label: str | None
+    ) -> Plan:
+        shards, size = self._group(self.over or group, rows.device), rows.numel()
+        everyone = range(shards.world_size)
+        common: dict[str, Any] = {"size": size, "dtype": rows.dtype, "out_dtype": dtype, "scale": self.scale}
+        if self.over is None:
+            return shards.plan("reduce_scatter", [size for _ in everyone], splits=[part for _ in everyone], name=label,
+                               **common)  # fmt: skip
+        owners = shards.gather_ints("reduce_scatter", [dist.get_rank(group)], 1)  # which part each process keeps
+        outs = [(owner * part, (owner + 1) * part) for (owner,) in owners]
+        ins = [(0, size) for _ in everyone]
+        return shards.plan("exchange", in_intervals=ins, out_intervals=outs, name=label, **common)
+
+    def _group(self, group: dist.ProcessGroup, device: torch.device) -> ShardGroup:
+        if group not in self._groups:
+            self._groups[group] = ShardGroup(group=group, device=device, **self._options)
+        return self._groups[group]
+
+
+class _OfModule:
+    """The reduction of one FSDP module's gradients."""
+
+    def __init__(self, reduction: FSDPReduceScatter, name: str, parameters: dict[str, nn.Parameter]) -> None:
+        self._reduction, self._name = reduction, name or "the root"
+        self._parameters = parameters
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._reduction.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        try:
+            label = f"gradients of {self._name}"
+            self._reduction.reduce(output_tensor, input_tensor, group, op, async_op, label)
+        except (ValueError, RuntimeError) as error:
+            if op != dist.ReduceOp.SUM or async_op:
+                raise
+            parameters = ", ".join(f"{name} {list(p.shape)}" for name, p in self._parameters.items())
+            raise type(error)(
+                f"gradients of FSDP module {self._name} (parameters {parameters}): {error}. Where processes differ, "
+                "some of them have used a module or a parameter in this step that others have not (or frozen it): "
+                "model.set_reduce_scatter_unused_params(True) where torch has it covers parameters of a module that "
+                "all processes run; else add 0 * module(...).sum() to the loss of those that do not need it"
+            ) from error
+
+
+def _own_parameters(model: nn.Module, name: str, modules: dict[str, Any]) -> dict[str, nn.Parameter]:
+    """The parameters of a module that no FSDP module inside it has, by their names in the model."""
+    inner = [f"{other}." for other in modules if other != name and other.startswith(f"{name}." if name else "")]
+    prefix = f"{name}." if name else ""
+    return {
+        n: p
+        for n, p in model.named_parameters()
+        if n.startswith(prefix) and not any(n.startswith(other) for other in inner)
+    }
+
+
+def check_wire_dtype(wire_dtype: torch.dtype | None) -> None:
+    """ValueError for a dtype that gradients cannot travel in."""
+    if wire_dtype not in (None, *WIRE_DTYPES):
+        raise ValueError(f"wire_dtype: {wire_dtype} is none of {', '.join(map(str, WIRE_DTYPES))}")
+
+
+def _op_name(op: Any) -> str:
+    return str(getattr(op, "op", op)).rpartition(".")[2]
