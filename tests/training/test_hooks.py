@@ -312,6 +312,29 @@ def test_micro_batches_of_bf16_parameters_add_up_in_fp32(views: bool) -> None:
     assert run_processes(_nine_micro_batches, 2, views) == [[528.0, 528.0, 2.0]] * 2
 
 
+def _loss_scaling(rank: int, world_size: int) -> list[tuple[float, float, float]]:
+    """Gradient, scale and weight after each step. 70000 is beyond fp16, on one process and in one step."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(HookState.for_mean_loss(ShardGroup(), wire_dtype=torch.float16), ddp_comm_hook)
+    optimizer, scaler = torch.optim.SGD(ddp.parameters(), lr=1.0), torch.amp.GradScaler("cpu", init_scale=1.0)
+    found = []
+    for gradient in (60000.0, 70000.0 if rank == 1 else 1.0, 4.0):
+        optimizer.zero_grad()
+        scaler.scale(ddp(torch.full((1, 1), gradient)).sum()).backward()
+        grad = model.weight.grad.item()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((grad, scaler.get_scale(), model.weight.item()))
+    return found
+
+
+def test_an_fp16_overflow_on_one_process_skips_the_step_on_all() -> None:
+    for found in run_processes(_loss_scaling, 4):
+        assert found == [(60000.0, 1.0, -60000.0), (float("inf"), 0.5, -60000.0), (2.0, 0.5, -60004.0)]
+
+
 # HSDP
 
 

@@ -185,6 +185,29 @@ def test_accumulate_adds_to_what_the_gradient_is() -> None:
     assert model[1].bias.grad.item() == 2 and model[0].weight.grad.item() == 8  # unused ones stay
 
 
+def _clipped(rank: int, world_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The gradient norm of virtual ranks with 5, 0, 4 and 2 rows, and the clipped gradients."""
+    group = ShardGroup(4)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
+    hosted, rows = group.replicas(model), [5, 0, 4, 2]
+    x = torch.randn(sum(rows), 7).split(rows)
+    losses = [replica(x[v]).square().sum() for v, replica in zip(group.virtual_ranks, hosted)]
+    group.token_mean(losses, [rows[v] for v in group.virtual_ranks])[0].backward()
+    group.reduce_gradients(hosted)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return norm, [p.grad for p in model.parameters()]
+
+
+def test_the_gradient_norm_and_clipped_gradients_are_the_same_everywhere() -> None:
+    torch.set_num_threads(1)
+    norm, grads = _clipped(0, 1)
+    assert norm > 0.1
+    for world_size in (2, 3, 4):
+        for found_norm, found in run_processes(_clipped, world_size):
+            assert bits.equal(found_norm, norm) and all(map(bits.equal, found, grads))
+
+
 def _accumulate_differs(rank: int, world_size: int) -> str:
     group = ShardGroup(2)
     hosted = group.replicas(nn.Linear(2, 2))
