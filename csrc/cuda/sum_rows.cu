@@ -7,8 +7,8 @@
 namespace shardsum {
 namespace {
 
-// Small outputs are bound by latency; where these kernels stop paying was measured (docs/engineering/kernel.md). Few rows: a thread
-// per element, later four, or per vector; many rows: up to so many elements.
+// Small outputs are bound by latency; where these kernels stop paying was measured (docs/engineering/kernel.md). Few
+// rows: a thread per element, later four, or per vector; many rows: up to so many elements.
 constexpr int64_t kOneElement = 1 << 10, kFourElements = 1 << 15, kFewElements = 1 << 18, kFewBytes = 8 << 20;
 constexpr int64_t kManyElements = 1 << 15, kManyDeviceElements = 1 << 12;  // less for few rows of device lengths
 // Shapes of tiles, by rows.

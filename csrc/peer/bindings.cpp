@@ -1,4 +1,5 @@
-// The operators of shardsum/transports/peer/operators.py: calls over peer memory (docs/engineering/peer.md), described by plans.
+// The operators of shardsum/transports/peer/operators.py: calls over peer memory, described by plans. Protocol:
+// docs/engineering/peer.md.
 //
 // peer_run takes any number of rows, with bounds on the host or on the device, and reads its plan word by word (plan.h).
 // peer_bind makes of such a plan, for one row and one output with bounds that do not change, the plan of peer_call and

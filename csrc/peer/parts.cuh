@@ -203,7 +203,7 @@ __device__ __forceinline__ void copy_results(const PeerCall& c, const Shared& s,
                    x.lo * c.out_bytes, x.hi * c.out_bytes, {0, 1});
 }
 
-// All stretches of the block that no row reaches, whosever they are: they wait for nobody.
+// All stretches of the block that no row reaches, of any process: they need no wait.
 __device__ __forceinline__ void fill_unreached(const PeerCall& c, const Shared& s, WarpSpace& space, Worker worker) {
   char* out = static_cast<char*>(c.outputs[0].data);
   const int stretches = c.tiles_per_piece * c.part_stretches;

@@ -1,6 +1,6 @@
 // A large sum of floats in one launch: some warps of a block push this process's rows into the peers' inboxes from the
-// first moment on, the others sum what arrives (words.cuh), both over the same stretches of the flat range. Nobody
-// fences amid the stream of data, and no warp waits for another of its own process.
+// first moment on, the others sum what arrives (words.cuh), both over the same stretches of the flat range. No warp
+// fences inside the stream of data, and no warp waits for another of its own process.
 #include <cuda_runtime.h>
 
 #include "launch.h"
@@ -101,7 +101,7 @@ struct Span {
   __device__ __forceinline__ bool within(int64_t lo, int64_t hi) const { return lo <= begin && hi >= end; }
 };
 
-// How many rows a span lies in, all vectors whole and aligned; -1 if a row begins or ends amid it.
+// How many rows a span lies in, all vectors whole and aligned; -1 if a row begins or ends inside it.
 __device__ __forceinline__ int count_whole(const PeerCall& c, const Shared& s, Span span) {
   int count = 0;
 #pragma unroll 1

@@ -103,7 +103,7 @@ __device__ __forceinline__ unsigned sent_words(int64_t at, int64_t lo, int64_t h
   unsigned bits = 0;
 #pragma unroll
   for (int j = 0; j < kVectors<kFloats>; ++j) bits |= unsigned(at + j * 512 + 16 > lo && at + j * 512 < hi) << j;
-  if (lo >= hi) return 0;  // which may lie amid a vector
+  if (lo >= hi) return 0;  // which may lie inside a vector
   return kFloats || bits == 0 ? bits : 0xf;
 }
 

@@ -62,10 +62,10 @@ class Agreement(Failures):
         call: the number of the current call.
         failed: why the group cannot be used any more, or None.
         wary: the last call ended in an error that others may not know of, since they had agreed on its signature
-            before and read no statements: the next call compares statements in any case, lest the data of two calls
-            be mixed.
+            before and read no statements. The next call compares statements in any case, so that data of two calls
+            cannot be mixed.
         refused: how many calls have ended in such an error. Where that differs, a process has carried out a call that
-            another one refused: their transfers match no more, and the group fails.
+            another one refused: the processes are out of step, and the group fails.
         forget: called when all signatures have been forgotten, since they became too many: a call that follows from one
             must be compared again, else this process would run it while another one waits for its statement.
     """
@@ -263,4 +263,4 @@ class Agreement(Failures):
         most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
         if counts[most] != counts[least]:
             why = f"{name}: process {most} has refused an earlier call that process {least} carried out"
-            raise RuntimeError(f"{self._fail(why)}; their transfers match no more, make a new group")
+            raise RuntimeError(f"{self._fail(why)}; the processes are out of step; create a new group")

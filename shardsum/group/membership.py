@@ -46,7 +46,7 @@ def device(pg: dist.ProcessGroup | None, device: torch.device | str | None) -> t
         try:
             device = torch.device(device)
         except (RuntimeError, TypeError) as error:
-            raise ValueError(f"device: {device!r} is none: {error}") from None
+            raise ValueError(f"device: {device!r} is not a valid device: {error}") from None
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device: {device}, but torch finds no CUDA device")
     elif pg is not None and torch.cuda.is_available() and _has_cuda_backend(pg):

@@ -127,7 +127,7 @@ class Plan(Generic[R]):
             raise
         finally:
             planner.leave()
-        if results is None:  # autograd's hooks may raise: that is not amid a call
+        if results is None:  # hooks of autograd may raise: by now the call is over
             results = self._record(hosted, given)
         return deliver(results, self.terms, out, is_single(shards, planner, self.terms))
 

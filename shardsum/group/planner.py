@@ -70,7 +70,7 @@ class Planner:
     def position(self, virtual_rank: int) -> tuple[int, int]:
         """A virtual rank's process, and its index among that process's shards."""
         if not is_count(virtual_rank) or not virtual_rank < self.num_virtual_ranks:
-            raise ValueError(f"virtual_rank: {virtual_rank!r} is none of the {self.num_virtual_ranks} virtual ranks")
+            raise ValueError(f"virtual_rank: expected 0 to {self.num_virtual_ranks - 1}, got {virtual_rank!r}")
         return self._positions[virtual_rank]
 
     def hosted(self, of: Sequence[Any], kind: str) -> list[Any]:
@@ -141,7 +141,7 @@ class Planner:
         return self.agreement.refuse(name, error, counted)
 
     def fail(self, name: str, error: BaseException) -> None:
-        """End the group over an error amid a call, before it is raised. (Bad input is none: nothing has moved.)
+        """End the group over an error in the middle of a call, before it is raised. (Not for bad input.)
 
         Raises:
             RuntimeError: a transfer's error, with the names of who is missing.
@@ -171,7 +171,7 @@ class Planner:
         self.check_peers()
 
     def check_peers(self) -> None:
-        """Raise RuntimeError when a kernel waited for another process in vain."""
+        """Raise RuntimeError when a kernel timed out waiting for another process."""
         if self.executor.peers is not None:
             self.executor.peers.check()
 

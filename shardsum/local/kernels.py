@@ -193,8 +193,8 @@ for _overload, _fallback in (
     _library.impl(_overload.name(), _after_loading(_overload, _fallback), "CompositeExplicitAutograd")
 
 
-# Callers of the sums by a plan have looked at requires_grad and forward mode: the dispatcher need not again. What they
-# have not looked at is refused, and goes to the operators with autograd, fake implementations and batching rules:
+# Callers of the sums by a plan have checked requires_grad and forward mode, so the dispatcher need not. What they have
+# not checked is refused, and goes to the operators with autograd, fake implementations and batching rules:
 # transforms of torch.func and batches, dispatch modes and subclasses. So are lazy signs where there is an `out`: the
 # dispatcher would resolve them into a copy, and nobody would see that it shared memory with `out`.
 def _refuse(*args: object) -> None:

@@ -18,7 +18,7 @@ meet must have the same. Around each function its virtual rank's random streams 
 hosted rank as well. Modes of torch and hooks on saved tensors are entered around ``group.lockstep``, not inside.
 
 **Activation checkpointing.** ``torch.utils.checkpoint`` computes a layer of one virtual rank again, inside the
-backward, where its collective call would wait for the others in vain. ``group.checkpoint`` is a meeting point
+backward, where its collective call would wait for the others forever. ``group.checkpoint`` is a meeting point
 instead: one torch checkpoint holds the layer of all hosted ranks, and its recomputation is a lockstep of its own. So a
 process makes the same collective calls in its backward whatever number of ranks it hosts. Random streams are set back
 for the recomputation.

@@ -2,9 +2,9 @@
 
 A thread of gloo's drops a transfer's tensors a moment after the transfer is done. Where it holds the last reference to
 a tensor that Python knows, it needs the interpreter's lock for that; while Python is ending it does not get it but is
-ended itself, amid C++ that must not be, and the process aborts with its work done. So the tensors of transfers are
-noted here, and the interpreter does not begin to end before they are gone (a tensor that C++ still holds keeps its
-Python object, and so weak references to it, alive).
+ended inside C++ code that must not be unwound, and the process aborts although its work is done. So the tensors of
+transfers are noted here, and the interpreter does not begin to end before they are gone (a tensor that C++ still holds
+keeps its Python object, and so weak references to it, alive).
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class Board:
         return None
 
     def _find_circle(self) -> str | None:
-        """Processes that wait for each other: named when it is seen twice, lest one of the waits has just ended."""
+        """Processes that wait for each other: named when seen twice, since one of the waits may just have ended."""
         me = self.ranks[self.rank]
         said: dict[int, dict[str, Any]] = {}
         waits: list[tuple[int, str, list[Any]]] = []

@@ -77,7 +77,7 @@ def as_bytes(x: Tensor) -> Tensor:
 open_calls: dict[Any, Callable[[], Any]] = {}
 #: Why a process group is not used again: a transfer may still stand on it (:meth:`Wire.fail`).
 abandoned_groups: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-#: All wires: one that fails amid its transfers fails those of the same process group (:meth:`Wire.fail`).
+#: All wires: one that fails during its transfers fails those of the same process group (:meth:`Wire.fail`).
 _wires: WeakSet[Wire] = WeakSet()
 
 
@@ -177,7 +177,7 @@ class Wire:
     def close(self) -> None:
         """Complete what was left open on any wire, if anything. RuntimeError after :meth:`fail`."""
         if self._failed is not None:
-            raise RuntimeError(f"an earlier call of these processes ended amid its transfers: {self._failed}")
+            raise RuntimeError(f"an earlier call of these processes ended during its transfers: {self._failed}")
         if open_calls:
             group, finish = open_calls.popitem()
             try:

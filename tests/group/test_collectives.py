@@ -236,7 +236,7 @@ BAD = [
     (lambda g: g.all_gather([torch.ones(2)] * 4, out=torch.empty(1).expand(8)), r"^out: is expanded"),
     (lambda g: g.reduce_scatter([torch.ones(2)] * 4, splits=[True] * 4), "splits: expected 4 ints"),
     (lambda g: g.exchange([torch.ones(2)] * 4, [(False, True)] * 4, [(0, 2)] * 4, size=2), "in_intervals of virtual"),
-    (lambda g: g.positions(True), "virtual_rank: True is none"),
+    (lambda g: g.positions(True), "virtual_rank: expected 0 to .*, got True"),
     (lambda g: g.token_mean([torch.ones(())] * 4, [True] * 4), "num_valid: virtual rank 0 has True"),
     (lambda g: g.token_mean([torch.ones(())] * 4, [torch.tensor(True)] * 4), "num_valid: virtual rank 0 has .*bool"),
     (lambda g: ShardGroup(2, timeout=True), "timeout: expected seconds"),

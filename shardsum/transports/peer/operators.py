@@ -4,7 +4,7 @@
     One call with one row and one output on this process. ``plan`` comes from ``peer_bind``: a CPU int64 tensor that
     holds all that is common to such calls, ready to launch. Checked against it: device, dtype, shape (the shard may
     have more positions than its row), contiguity, and that the two share no memory. Tensors with lazy signs are
-    refused. Nobody looks at gradients: whoever calls it has decided that none is needed, and counts the write to
+    refused. Gradients are not checked: the caller has decided that none is needed, and counts the write to
     ``out`` (``torch.autograd.graph.increment_version``).
 ``peer_call_new(Tensor shard, Tensor plan) -> Tensor``
     The same with a new ``out``.

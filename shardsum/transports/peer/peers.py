@@ -87,7 +87,7 @@ class Peers:
             self._transport = None
 
     def check(self) -> None:
-        """Raise RuntimeError when a kernel waited in vain."""
+        """Raise RuntimeError when a kernel timed out waiting for another process."""
         if self._transport is not None:
             self._transport.check()
 

@@ -1,9 +1,9 @@
-"""The peer memory of a process group: one, whoever uses it.
+"""The peer memory of a process group: one, shared by all its ShardGroups.
 
 A workspace is the symmetric block of every process, the launch counter that goes with it, and what orders its calls on
 the host. All groups over the same processes share it. That is sound because nothing in it belongs to a group:
 
-- One epoch counts all launches, whosever they are, and the groups of a process group make their calls in one order on
+- One epoch counts the launches of all groups, and the groups of a process group make their calls in one order on
   all processes. So what docs/engineering/peer.md says of "one call ahead, never two" holds for the sequence of all
   calls.
 - Flags have fixed places, with room for as many virtual ranks as there may be, and carry the epoch.
