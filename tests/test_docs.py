@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardsum import ShardGroup
@@ -150,10 +150,7 @@ def by_ddp(loss: Loss, make_state: Callable[[ShardGroup], HookState] | None) -> 
 def by_fsdp(loss: Loss, make: Callable[[], FSDPReduceScatter]) -> Callable[[ShardGroup], float]:
     def gradient(group: ShardGroup) -> float:
         model: Any = fully_shard(Model(), mesh=dist.device_mesh.init_device_mesh("cpu", (group.world_size,)))
-        assert isinstance(model, FSDPModule)
-        model.set_gradient_divide_factor(1.0)
-        model.set_force_sum_reduction_for_comms(True)
-        model.set_custom_reduce_scatter(make())
+        make().install(model)
         loss(group, model(INPUTS[group.rank])).backward()
         return float(model.w.grad.full_tensor()[0])
 
@@ -162,11 +159,11 @@ def by_fsdp(loss: Loss, make: Callable[[], FSDPReduceScatter]) -> Callable[[Shar
 
 ROWS: dict[int, tuple[Callable[[ShardGroup], float], float]] = {
     1: (by_replicas(None, None), OF_ALL_TOKENS),
-    2: (by_ddp(token_mean("identity"), lambda group: HookState(group, scale=1.0)), OF_ALL_TOKENS),
+    2: (by_ddp(token_mean("identity"), HookState.for_sum_loss), OF_ALL_TOKENS),
     3: (by_fsdp(token_mean("identity"), FSDPReduceScatter), OF_ALL_TOKENS),
     4: (by_ddp(token_mean("sum"), None), OF_ALL_TOKENS),
-    5: (by_ddp(part_of_all, lambda group: HookState(group, scale=1.0)), OF_ALL_TOKENS),
-    6: (by_ddp(own_mean, HookState), OF_MEANS),
+    5: (by_ddp(part_of_all, HookState.for_sum_loss), OF_ALL_TOKENS),
+    6: (by_ddp(own_mean, HookState.for_mean_loss), OF_MEANS),
     7: (by_fsdp(own_mean, lambda: FSDPReduceScatter(scale=1 / dist.get_world_size())), OF_MEANS),
     8: (by_replicas(own_mean, 1 / 2), OF_MEANS),
 }

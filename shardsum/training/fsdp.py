@@ -204,7 +204,7 @@ def _own_parameters(model: nn.Module, name: str, modules: dict[str, Any]) -> dic
 def check_wire_dtype(wire_dtype: torch.dtype | None) -> None:
     """ValueError for a dtype that gradients cannot travel in."""
     if wire_dtype not in (None, *WIRE_DTYPES):
-        raise ValueError(f"wire_dtype: {wire_dtype} is none of {', '.join(map(str, WIRE_DTYPES))}")
+        raise ValueError(f"wire_dtype: expected one of {', '.join(map(str, WIRE_DTYPES))}, got {wire_dtype}")
 
 
 def _op_name(op: Any) -> str:
