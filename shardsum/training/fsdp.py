@@ -17,7 +17,7 @@ Micro-batches (``set_requires_gradient_sync(False)``) are added by FSDP in its r
 """
 
 # No postponed annotations: torch looks at those of collectives.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.numerics import check_op
-from ..group.plan import Plan
+from . import block_wire
 from .shard_group import ShardGroup
 
-WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_SUMMED = (torch.float16, torch.bfloat16, torch.float32)
+WIRE_DTYPES = (*_SUMMED, block_wire.DTYPE)
 
 
 class FSDPReduceScatter:
@@ -41,7 +42,8 @@ class FSDPReduceScatter:
     Args:
         scale: factor of the sum, e.g. ``1 / world_size`` for the average. None is the plain sum.
         wire_dtype: gradients travel in this dtype: each is rounded to it once before the sum. A bfloat16 wire moves
-            half the bytes of a float32 one. None sends gradients as they are.
+            half the bytes of a float32 one. torch.float8_e4m3fn: a quarter, with a scale for every 128 elements
+            (:mod:`shardsum.training.block_wire` has its error). None sends gradients as they are.
         over: the processes whose gradients are added, in this group's rank order: with HSDP those of all replicas.
             None: those that the module is sharded over.
         options: passed on to ``ShardGroup(group=..., **options)`` (``transport``, ``timeout``, ...).
@@ -63,7 +65,7 @@ class FSDPReduceScatter:
         check_wire_dtype(wire_dtype)
         self._options = options
         self._groups: dict[dist.ProcessGroup, ShardGroup] = {}
-        self._plans: dict[Any, Plan] = {}
+        self._sums: dict[Any, Callable[..., Any]] = {}
 
     def install(self, model: nn.Module) -> None:
         """Reduce the gradients of all FSDP modules of ``model`` by this object; errors then name the module.
@@ -125,31 +127,45 @@ class FSDPReduceScatter:
             )
         if async_op:
             raise ValueError("async_op: FSDPReduceScatter enqueues its work on the current stream; pass False")
-        rows = gradients if self.wire_dtype is None else gradients.to(self.wire_dtype)
+        blocks = self.wire_dtype == block_wire.DTYPE
+        rows = gradients if self.wire_dtype is None or blocks else gradients.to(self.wire_dtype)
         # A sum of narrow values has no float64 result.
-        target = out if rows.dtype == gradients.dtype or out.dtype in WIRE_DTYPES else out.new_empty(0).float()
-        key = group, rows.numel(), rows.dtype, target.dtype, label
-        if key not in self._plans:
-            self._plans[key] = self._make_plan(group, rows, out.numel(), target.dtype, label)
-        if target is out:
-            self._plans[key](rows, out=out)
-        else:
-            found = self._plans[key](rows)
+        dtype = out.dtype if out.dtype in _SUMMED or self.wire_dtype is None else torch.float32
+        key = group, rows.numel(), rows.dtype, dtype, label
+        if key not in self._sums:
+            make = self._make_block_sum if blocks else self._make_plan
+            self._sums[key] = make(group, rows, out.numel(), dtype, label)
+        if blocks or dtype != out.dtype:
+            found = self._sums[key](rows)
             out.copy_(found if isinstance(found, Tensor) else found[0])
+        else:
+            self._sums[key](rows, out=out)
 
     def _make_plan(
         self, group: dist.ProcessGroup, rows: Tensor, part: int, dtype: torch.dtype, label: str | None
-    ) -> Plan:
+    ) -> Callable[..., Any]:
         shards, size = self._group(self.over or group, rows.device), rows.numel()
         everyone = range(shards.world_size)
         common: dict[str, Any] = {"size": size, "dtype": rows.dtype, "out_dtype": dtype, "scale": self.scale}
         if self.over is None:
             return shards.plan("reduce_scatter", [size for _ in everyone], splits=[part for _ in everyone], name=label,
                                **common)  # fmt: skip
-        owners = shards.gather_ints("reduce_scatter", [dist.get_rank(group)], 1)  # which part each process keeps
-        outs = [(owner * part, (owner + 1) * part) for (owner,) in owners]
+        outs = [(owner * part, (owner + 1) * part) for owner in self._owners(shards, group)]
         ins = [(0, size) for _ in everyone]
         return shards.plan("exchange", in_intervals=ins, out_intervals=outs, name=label, **common)
+
+    def _make_block_sum(
+        self, group: dist.ProcessGroup, rows: Tensor, part: int, dtype: torch.dtype, label: str | None
+    ) -> Callable[..., Any]:
+        shards = self._group(self.over or group, rows.device)
+        owners = self._owners(shards, group)
+        return block_wire.BlockScaledSum(shards, part, owners, scale=self.scale, out_dtype=dtype, name=label)
+
+    def _owners(self, shards: ShardGroup, group: dist.ProcessGroup) -> list[int]:
+        """Which part of the sum each process keeps."""
+        if self.over is None:
+            return list(range(shards.world_size))
+        return [owner for (owner,) in shards.gather_ints("reduce_scatter", [dist.get_rank(group)], 1)]
 
     def _group(self, group: dist.ProcessGroup, device: torch.device) -> ShardGroup:
         if group not in self._groups:

@@ -31,7 +31,7 @@ keep equal scales. A norm is computed from the reduced gradients, which are the 
 """
 
 # No postponed annotations here: DDP looks at those of a hook.
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -43,13 +43,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core.numerics import check_op
 from ..core.words import Op
-from ..group.plan import Plan
+from . import block_wire
+from .block_wire import BlockScaledAllReduce
 from .fsdp import FSDPReduceScatter, check_wire_dtype
 from .shard_group import ShardGroup
 
 __all__ = ["FSDPReduceScatter", "HookState", "ddp_comm_hook"]
 
 _LOW = (torch.float16, torch.bfloat16)
+_Reduction = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -59,7 +61,9 @@ class HookState:
     Args:
         group: the processes that DDP reduces over, each hosting one virtual rank.
         wire_dtype: gradients travel in this dtype but are added in fp32: each is rounded to it once before, and the
-            result once after. A bfloat16 wire moves half the bytes of a float32 one. None sends gradients as they are.
+            result once after. A bfloat16 wire moves half the bytes of a float32 one. torch.float8_e4m3fn has a scale
+            for every 128 elements, and a bfloat16 result (:mod:`shardsum.training.block_wire` has its error). None
+            sends gradients as they are.
         scale: the sum is multiplied by this number. None averages: the sum is divided by R. It must fit the loss (the
             module has the table), so it has no default.
 
@@ -71,7 +75,9 @@ class HookState:
     wire_dtype: torch.dtype | None = None
     scale: float | None = field(kw_only=True)
     _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict, init=False, repr=False)
-    _plans: dict[tuple[int, torch.dtype], Plan] = field(default_factory=dict, init=False, repr=False)
+    _plans: dict[tuple[int, torch.dtype], Callable[[Tensor], Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
     #: Gradients of micro-batches, fp32, until the next reduction.
     _totals: dict[Tensor, Tensor] = field(default_factory=dict, init=False, repr=False)
     _accumulating: bool = field(default=False, init=False, repr=False)
@@ -113,14 +119,17 @@ class HookState:
                 self._totals[p] = p.grad.float() if total is None else total.add_(p.grad)
                 p.grad = None
 
-    def plan(self, size: int, dtype: torch.dtype) -> Plan:
+    def plan(self, size: int, dtype: torch.dtype) -> _Reduction:
         """The reduction of buckets of ``size`` elements. Collective where they are the first of their size."""
         if (size, dtype) not in self._plans:
             lengths = [size] * self.group.num_virtual_ranks
             op: Op = "mean" if self.scale is None else "sum"
-            self._plans[size, dtype] = self.group.plan(
-                "all_reduce", lengths, size=size, dtype=dtype, op=op, scale=self.scale
-            )
+            if self.wire_dtype == block_wire.DTYPE:
+                self._plans[size, dtype] = BlockScaledAllReduce(self.group, size, op=op, scale=self.scale)
+            else:
+                self._plans[size, dtype] = self.group.plan(
+                    "all_reduce", lengths, size=size, dtype=dtype, op=op, scale=self.scale
+                )
         return self._plans[size, dtype]
 
     def reduce(self, bucket: dist.GradBucket) -> Tensor:
@@ -137,7 +146,8 @@ class HookState:
                         total.record_stream(torch.cuda.current_stream(total.device))
         if bucket.is_last():
             self._accumulating = False
-        wire = rows if self.wire_dtype is None else rows.to(self.wire_dtype)
+        as_they_are = self.wire_dtype in (None, block_wire.DTYPE)
+        wire = rows if as_they_are else rows.to(self.wire_dtype)
         return self.plan(wire.numel(), wire.dtype)(wire).to(buffer.dtype)
 
 
