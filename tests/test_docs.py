@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import pickle
 import re
 import subprocess
 import sys
@@ -85,6 +86,30 @@ def test_the_session_of_the_first_page() -> None:
         program = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}[words[0]]
         done = subprocess.run([*program, *words[1:]], cwd=DOCS.parent, capture_output=True, text=True, timeout=240)
         assert done.stdout.strip().splitlines()[-1:] == [output], done.stderr
+
+
+TROUBLE: list[Callable[[], object]] = [
+    lambda: ShardGroup(),
+    lambda: ShardGroup(2).all_reduce([torch.ones(2)] * 2, op="avg"),  # type: ignore[call-overload]
+    lambda: ShardGroup(2).all_reduce(torch.ones(3)),
+    lambda: ShardGroup(2).all_reduce([torch.ones(2).cfloat()] * 2),
+    lambda: ShardGroup(2).all_reduce([torch.ones(2).int()] * 2, op="mean"),
+    lambda: ShardGroup(2).all_reduce([torch.ones(2).double()] * 2, out_dtype=torch.bfloat16),
+    lambda: ShardGroup(2).all_reduce([torch.ones(2, requires_grad=True)] * 2, async_op=True),
+    lambda: ShardGroup(2).all_reduce([torch.ones(2)] * 2, [3, 2]),
+    lambda: FSDPReduceScatter()(torch.ones(1), torch.ones(1), None, dist.ReduceOp.AVG),  # type: ignore[arg-type]
+    lambda: pickle.dumps(ShardGroup(2)),
+]
+
+
+@pytest.mark.parametrize("index", range(len(TROUBLE)))
+def test_troubleshooting_has_the_error(index: int) -> None:
+    with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
+        TROUBLE[index]()
+    cells = re.findall(r"^\| (`.*?`) \| ", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    texts = [[part.strip() for t in re.findall(r"`([^`]+)`", cell) for part in t.split("...")] for cell in cells]
+    found = [parts for parts in texts if all(part in str(caught.value) for part in parts)]
+    assert found, str(caught.value)
 
 
 # The table of losses: rank v has TOKENS[v] tokens whose losses are w * x; all numbers are small powers of two

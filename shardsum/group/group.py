@@ -33,21 +33,25 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..core.words import Check, Placement, TransportName
 from ..transports import costs as cost_tables
 from .collectives import Options
 from .construction import construct
 from .explain import Explanation, Stats
-from .methods import Collectives
+from .methods import Collectives, HostLengths
+from .plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
+
+    from . import options as takes
 
 
 class CollectiveGroup(Collectives):
@@ -139,6 +143,58 @@ class CollectiveGroup(Collectives):
     def positions(self, virtual_rank: int) -> tuple[int, int]:
         """Where a virtual rank lives: its process, and its index among that process's shards. ValueError for none."""
         return self._planner.position(virtual_rank)
+
+    @overload
+    def plan(
+        self, collective: Literal["all_reduce"], lengths: HostLengths = None, /, **options: Unpack[takes.AllReducePlan]
+    ) -> Plan[Tensor]: ...
+    @overload
+    def plan(
+        self, collective: Literal["all_gather"], lengths: HostLengths = None, /, **options: Unpack[takes.AllGatherPlan]
+    ) -> Plan[Tensor]: ...
+    @overload
+    def plan(
+        self,
+        collective: Literal["reduce_scatter"],
+        lengths: HostLengths = None,
+        /,
+        **options: Unpack[takes.ReduceScatterPlan],
+    ) -> Plan[list[Tensor]]: ...
+    @overload
+    def plan(
+        self, collective: Literal["exchange"], lengths: HostLengths = None, /, **options: Unpack[takes.ExchangePlan]
+    ) -> Plan[list[Tensor]]: ...
+    def plan(
+        self,
+        collective: str,
+        lengths: Sequence[int] | None = None,
+        /,
+        *,
+        row_shape: Sequence[int] = (),
+        dtype: torch.dtype = torch.float32,
+        s_max: int | None = None,
+        **options: Any,
+    ) -> Plan[Any]:
+        """A collective with everything decided, to be called again and again. Collective.
+
+        Args:
+            collective: "all_reduce", "reduce_scatter", "all_gather" or "exchange".
+            lengths: R ints. Not for "exchange".
+            row_shape, dtype: trailing shape ``*F`` and dtype of the shards.
+            s_max: in place of ``lengths`` where the device alone knows them: the rows of every padded shard. The
+                lengths then come with each call (``plan(shards, lengths=tensor)``), and ``size`` is required.
+            options: what the collective of that name takes beside shards, lengths, ``out`` and ``async_op``.
+
+        Raises:
+            ValueError: an argument is malformed, or processes disagree; on every process.
+
+        Example:
+            >>> plan = group.plan("reduce_scatter", [4, 2, 0, 3], row_shape=(8,), dtype=torch.bfloat16)
+            >>> parts = plan(shards)
+        """
+        grad = "identity" if collective == "all_reduce" else "sum"
+        return self._planner.plan(collective, s_max if lengths is None else lengths, {"grad": grad, **options},
+                                  row_shape, dtype)  # fmt: skip
 
     # Agreement for operations made of several collectives
 

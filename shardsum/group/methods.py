@@ -17,7 +17,6 @@ from ..core.words import Grad, Op
 from .arguments import Shards
 from .calls import call
 from .handle import Handle
-from .plan import Plan
 from .planner import Planner
 
 if TYPE_CHECKING:
@@ -63,10 +62,15 @@ class Collectives:
     ) -> Any:
         """The ragged sum of all R shards on every process: ``y[j] = sum of x_r[j]`` over r with ``j < length_r``.
 
-        Args and errors: see the module. ``op``, ``scale``, ``out_dtype``, ``out`` as in :func:`shardsum.ragged_sum`.
+        Arguments and errors are those of all collectives (:mod:`shardsum.group.group`); ``op``, ``scale``,
+        ``out_dtype`` and ``out`` as in :func:`shardsum.ragged_sum`.
 
         Returns:
-            ``(size, *F)`` (with ``async_op`` a :class:`Handle` of it).
+            ``(size, *F)``, with ``async_op`` a :class:`Handle` of it.
+
+        Example:
+            >>> ShardGroup(2).all_reduce([torch.tensor([1.0, 2.0]), torch.tensor([4.0])])
+            tensor([5., 2.])
         """
         out_dtype = out.dtype if out_dtype is None and isinstance(out, Tensor) else out_dtype
         options = (size, op, scale, out_dtype, grad, name)
@@ -124,12 +128,17 @@ class Collectives:
     ) -> Any:
         """The ragged sum, each virtual rank receiving its part of the positions.
 
-        Args and errors: see the module; ``splits`` are R ints that sum to ``size`` (default: even, longer first);
-        ``out`` is a list with one Tensor a hosted virtual rank, or the Tensor where there is one.
+        Arguments and errors are those of all collectives (:mod:`shardsum.group.group`). ``splits`` are R ints that sum
+        to ``size`` (default: even, longer first); ``out`` is a list with one Tensor a hosted virtual rank, or the
+        Tensor where there is one.
 
         Returns:
             ``(splits[v], *F)`` per hosted virtual rank v: a list, or a Tensor when ``shards`` was one and this process
             hosts one virtual rank. (Type checkers take a Tensor to be one shard, not several stacked ones.)
+
+        Example:
+            >>> ShardGroup(2).reduce_scatter([torch.tensor([1.0, 2.0]), torch.tensor([4.0])], splits=[1, 1])
+            [tensor([5.]), tensor([2.])]
         """
         splits = tuple(splits) if isinstance(splits, list) else splits
         options = (size, op, scale, out_dtype, splits, name)
@@ -165,10 +174,14 @@ class Collectives:
     ) -> Any:
         """All shards behind one another in virtual-rank order, on every process. Any dtype; bits are kept.
 
-        Args and errors: see the module (lengths of forms (a) and (b)).
+        Arguments and errors are those of all collectives (:mod:`shardsum.group.group`), lengths R ints or None.
 
         Returns:
             ``(sum of lengths, *F)``.
+
+        Example:
+            >>> ShardGroup(2).all_gather([torch.tensor([1, 2]), torch.tensor([4])])
+            tensor([1, 2, 4])
         """
         return call(self._planner, "all_gather", shards, lengths, (grad, name), out, async_op)
 
@@ -237,59 +250,12 @@ class Collectives:
 
         Returns:
             ``(|O_v|, *F)`` per hosted virtual rank v, in the form of ``shards`` (see :meth:`reduce_scatter`).
+
+        Example:
+            >>> x = [torch.tensor([1.0, 2.0]), torch.tensor([4.0, 8.0])]
+            >>> ShardGroup(2).exchange(x, [(0, 2), (1, 3)], [(0, 3), (1, 2)], size=3)
+            [tensor([1., 6., 8.]), tensor([6.])]
         """
         options = (size, op, scale, out_dtype, name)
         intervals = (in_intervals, out_intervals)
         return call(self._planner, "exchange", shards, intervals, options, out, async_op)
-
-    @overload
-    def plan(
-        self, collective: Literal["all_reduce"], lengths: HostLengths = None, /, **options: Unpack[takes.AllReducePlan]
-    ) -> Plan[Tensor]: ...
-    @overload
-    def plan(
-        self, collective: Literal["all_gather"], lengths: HostLengths = None, /, **options: Unpack[takes.AllGatherPlan]
-    ) -> Plan[Tensor]: ...
-    @overload
-    def plan(
-        self,
-        collective: Literal["reduce_scatter"],
-        lengths: HostLengths = None,
-        /,
-        **options: Unpack[takes.ReduceScatterPlan],
-    ) -> Plan[list[Tensor]]: ...
-    @overload
-    def plan(
-        self, collective: Literal["exchange"], lengths: HostLengths = None, /, **options: Unpack[takes.ExchangePlan]
-    ) -> Plan[list[Tensor]]: ...
-    def plan(
-        self,
-        collective: str,
-        lengths: Sequence[int] | None = None,
-        /,
-        *,
-        row_shape: Sequence[int] = (),
-        dtype: torch.dtype = torch.float32,
-        s_max: int | None = None,
-        **options: Any,
-    ) -> Plan[Any]:
-        """A collective with everything decided, to be called again and again. Collective.
-
-        Args:
-            collective: "all_reduce", "reduce_scatter", "all_gather" or "exchange".
-            lengths: R ints. Not for "exchange".
-            row_shape, dtype: trailing shape ``*F`` and dtype of the shards.
-            s_max: in place of ``lengths`` where the device alone knows them: the rows of every padded shard. The
-                lengths then come with each call (``plan(shards, lengths=tensor)``), and ``size`` is required.
-            options: what the collective of that name takes beside shards, lengths, ``out`` and ``async_op``.
-
-        Raises:
-            ValueError: an argument is malformed, or processes disagree; on every process.
-
-        Example:
-            >>> plan = group.plan("reduce_scatter", [4, 2, 0, 3], row_shape=(8,), dtype=torch.bfloat16)
-            >>> parts = plan(shards)
-        """
-        grad = "identity" if collective == "all_reduce" else "sum"
-        return self._planner.plan(collective, s_max if lengths is None else lengths, {"grad": grad, **options},
-                                  row_shape, dtype)  # fmt: skip
