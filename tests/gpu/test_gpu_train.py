@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardsum.tools.compare import compare_runs
+from shardsum.tools.compare_runs import compare_runs
 from shardsum.tools.train import GroupConfig, ModelConfig, RunConfig, TrainConfig, run
 from tests.processes import run_processes
 
