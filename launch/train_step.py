@@ -59,8 +59,8 @@ def train(sequence_ranks: int, steps: int, device: str = "cpu") -> list[float]:
     for step in range(steps):
         here = (step * dp_size + dp_rank) * LENGTH % (len(text) - LENGTH) + positions
         targets = text[here + 1].masked_fill(text[here] == ord("\n"), -100)  # unequal numbers of targets, too
-        logits = model(text[here], positions, sequence.context_parallel(lengths))  # a plan for all layers
-        loss_sum = F.cross_entropy(logits, targets, reduction="sum")
+        cp = sequence.context_parallel(lengths)  # this step's plan, for all layers
+        loss_sum = F.cross_entropy(model(text[here], positions, cp), targets, reduction="sum")
         loss, _ = sequence.token_mean(loss_sum, (targets != -100).sum())  # [4] the exact count of the whole sequence
         optimizer.zero_grad()
         loss.backward()
