@@ -79,7 +79,7 @@ class Agreement(Failures):
         self._agreed: set[int] = set()
 
     def load_native(self) -> None:
-        """Load the native library, which may mean to build it; the others wait for that, whatever their timeout."""
+        """Load the native library, building it if need be; the others wait for that beyond their timeout."""
         if self.world_size == 1 or native.is_decided():
             native.load()
             return
@@ -208,7 +208,7 @@ class Agreement(Failures):
             self._counting = False
 
     def _failed_before(self, processes: Sequence[int]) -> list[int]:
-        """Those who have failed and said nothing of this call, so never will. (In this order: they state first.)"""
+        """Processes that failed without a statement on this call: none will come. (In this order: they state first.)"""
         store = self.side.store
         said = [p for p in processes if store.check(f"failed/{p}")]
         return [p for p in said if not store.check(f"{self.call}/{p}")]

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 
 class _Lock:
-    """Who touches the groups of one process group: taken, by which :class:`Busy`, in which thread."""
+    """Which :class:`Busy` holds the groups of one process group, and in which thread."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -33,8 +33,8 @@ def call(
 ) -> Any:
     """Run one collective of a group.
 
-    A dictionary leads from the arguments, as they were written, to their plan. Where they are new or odd they are
-    checked and described, and the planner has the plan or makes it.
+    A dictionary leads from the arguments, as they were written, to their plan. New arguments, and those of unusual
+    types, are checked first; then the planner finds the plan or makes it.
 
     Args:
         lengths: of "exchange", both lists of intervals.
@@ -172,7 +172,7 @@ def _trace(
 
 
 def _key(name: str, shards: Any, lengths: Any, options: tuple[Any, ...]) -> Hashable:
-    """What a call is known by; None, or an error, where its arguments are not plain.
+    """The key of a call among those seen before; None, or an error, for arguments of unusual types.
 
     Lengths and intervals are compared as ints: True and 8.0 equal ints, but the checks refuse them.
     """

@@ -1,4 +1,4 @@
-"""What a group says when it fails: to this process in the error, to the others in the store.
+"""How a group fails: an error on this process, and a note in the store for the others.
 
 Every method is called by one process alone.
 """
@@ -102,7 +102,7 @@ class Failures:
         return RuntimeError(self._fail("; ".join([failed, *lines])))
 
     def _fail(self, why: str) -> str:
-        """The group cannot be used any more, nor what its data moves on."""
+        """Mark the group, and the transport under it, as failed."""
         if self.failed is None:
             self.failed = why
             if self._wire is not None:
@@ -124,7 +124,7 @@ class Failures:
         self.leave(self._name, error)
 
     def _elsewhere(self, step: Step) -> str | None:
-        """Why an exchange will not end that this process waits in, in the eyes of the thread that watches it."""
+        """Why the exchange that this process waits in cannot end, for the thread that watches it."""
         store, stated = self.side.store, f"{step.call}/{self.rank}" in self._stated
         for p in self._others():
             if (said := store.get(f"failed/{p}")) is not None:
@@ -172,7 +172,7 @@ class Failures:
         return None
 
     def _tell_failure(self, name: str, error: str, call: int | None = None) -> None:
-        """Say that this process has failed the group. It states nothing any more."""
+        """Publish that this process has ended the group. It makes no further statements."""
         if not self.side.name:  # they have not met
             return
         said = {"call": self.call if call is None else call, "name": name, "error": error[:1000]}

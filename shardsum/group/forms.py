@@ -1,4 +1,4 @@
-"""In which form tensors come into a call and out of it."""
+"""The forms in which a call takes and returns tensors: one Tensor, a list, a stack."""
 
 from __future__ import annotations
 

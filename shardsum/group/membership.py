@@ -59,7 +59,7 @@ def device(pg: dist.ProcessGroup | None, device: torch.device | str | None) -> t
 
 
 def _has_cuda_backend(pg: dist.ProcessGroup) -> bool:
-    """Gloo registers for CUDA too, but who asks for gloo alone means the CPU."""
+    """Whether a backend other than gloo serves CUDA (gloo registers for CUDA, too, but alone it means CPUs)."""
     cuda = [d for d in pg._device_types if d.type == "cuda"]
     return any(pg._get_backend(d).name() != "gloo" for d in cuda)
 
@@ -132,7 +132,7 @@ def refuse_shared_gpu(gpus: list[Any]) -> None:
 
 
 def abandoned(pg: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    """Why data must not move over the process group any more, if so. (On the CPU none moves over it.)"""
+    """Why the process group must not be used for data any more; None where it may. (On the CPU none moves over it.)"""
     return None if pg is None or device.type == "cpu" else abandoned_groups.get(pg)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Sums(TypedDict, total=False):
-    """Options of what adds."""
+    """Options of the collectives that add."""
 
     op: Op
     scale: float | None

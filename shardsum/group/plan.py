@@ -184,7 +184,7 @@ class Plan(Generic[R]):
         return self.of(Terms(**changed))
 
     def of(self, terms: Terms) -> Plan:
-        """The plan of other terms of the same group. Not collective: what this plan agreed on covers it."""
+        """The plan of other terms in the same group. Not collective: the agreement on this plan covers it."""
         return self._planner.derived(terms)
 
     # What happened and what would happen
@@ -234,8 +234,8 @@ class Plan(Generic[R]):
         return _coverage(torch.empty(0, device=device), flat, n)
 
     def _launch(self, shards: Any, out: Any) -> Tensor | None:
-        """The result of a plain call over peer memory, in one operator that looks at its tensors itself. None, and
-        nothing has happened, where anything is unusual."""
+        """The result of a plain call over peer memory, in one operator that looks at its tensors itself. None, without
+        any effect, where the call does not fit this fast path."""
         if type(shards) is not Tensor or not self._agreed[False] or self._planner.always_agrees:
             return None
         if forward_ad._current_level >= 0 or (shards.requires_grad and torch.is_grad_enabled()):

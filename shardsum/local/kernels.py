@@ -174,7 +174,7 @@ def _sum_padded_device(
 
 
 def _after_loading(overload: Any, fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """The fallback, which loads the native library where nobody has: it may bring the kernel that was asked for."""
+    """The fallback. It first loads the native library where that has not been done: that may have the kernel."""
     return lambda *args: overload(*args) if native.load() else fallback(*args)
 
 

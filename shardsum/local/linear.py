@@ -1,4 +1,4 @@
-"""Linear operators with their adjoints: registered with torch, and differentiable in every way that autograd knows.
+"""Linear operators with their adjoints: registered with torch, differentiable backward, forward and under vmap.
 
 :func:`define` registers ``shardsum::<name>``, linear in its first argument (a Tensor or a list of Tensors);
 :func:`link` makes another one its adjoint. A call of it from Python takes one of three ways:

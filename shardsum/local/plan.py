@@ -62,7 +62,7 @@ class SumPlan:
 
     @classmethod
     def from_words(cls, plan: Tensor) -> SumPlan:
-        """What a plan holds. RuntimeError for what is none."""
+        """The contents of a plan. RuntimeError where the words are not those of a plan."""
         words = plan.tolist()
         if len(words) < _HEADER or words[0] != _VERSION or len(words) != _HEADER + _ROW * words[_HEADER - 1]:
             raise RuntimeError("shardsum: this is not a plan")

@@ -1,4 +1,4 @@
-"""The hosted virtual ranks' functions side by side in one thread: the forwards of models that nobody restructured.
+"""The hosted virtual ranks' functions side by side in one thread: the forwards of unmodified models.
 
 A collective takes the shards of all virtual ranks that a process hosts at once. The forward of an unmodified model
 calls it deep inside a layer, with one virtual rank's tensors. ``group.lockstep(functions)`` runs one function a hosted

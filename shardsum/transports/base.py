@@ -38,7 +38,7 @@ class Pending:
 
 
 class Transport(Protocol):
-    """How rows come to be.
+    """Brings rows to the process that sums them.
 
     ``start`` is called by every process with the same plan and its own hosted source tensors (contiguous,
     ``(|I_r|, *F)``), in the same order of calls. It moves bytes and never reads a tensor's values on the host.

@@ -223,7 +223,7 @@ class _Run:
             kernels.sum_rows_carry(out, carry, rows, starts, carried, self.reduce.op == "mean", self.reduce.scale)
 
     def fill_empty(self) -> None:
-        """Wanted positions that nobody holds."""
+        """Fill wanted positions that no source holds."""
         for gap in self.plan.carry.empty:
             for out, (lo, hi) in zip(self.outs, self.plan.sinks):
                 begin, end = intersect(gap, (lo, hi))
@@ -242,5 +242,5 @@ class _Run:
 
 
 def _tag(message: Message) -> int:
-    """Tells the messages of one call apart that go from one process to another."""
+    """The number that tells apart the messages of one call between two processes."""
     return message.step * len(KINDS) + KINDS.index(message.kind)

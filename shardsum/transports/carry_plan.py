@@ -1,4 +1,4 @@
-"""Which way accumulators go: pure arithmetic on positions, no tensors, no communication.
+"""The route of accumulators: pure arithmetic on positions, no tensors, no communication.
 
 Sources 0, 1, ..., R-1 form *runs*: maximal sequences of consecutive sources of one domain. The accumulator of a
 position starts at +0.0 and visits, in order, the runs that hold the position; each visit is a *stage*. In a stage one
@@ -289,7 +289,7 @@ class CarryPlan:
 
     @cached_property
     def empty(self) -> tuple[Interval, ...]:
-        """Wanted positions that nobody holds."""
+        """Wanted positions that no source holds."""
         held = union(self.plan.sources)
         gaps = []
         for lo, hi in union(self.plan.sinks):

@@ -21,7 +21,7 @@ _moved: deque[weakref.ref[Tensor]] = deque(maxlen=64)  # of the last transfers; 
 
 
 def note(*tensors: Tensor) -> None:
-    """These are being moved by a process group's thread, and nobody else keeps them for long."""
+    """Remember tensors that a thread of the process group moves, and that may be freed by it."""
     _moved.extend(map(weakref.ref, tensors))
 
 

@@ -49,7 +49,7 @@ class Domains:
 
 
 def host() -> str:
-    """What tells this process's host from others: its name, and the boot, since names repeat in container fleets."""
+    """A name for this process's host: its host name and boot, since host names repeat among containers."""
     try:
         boot = _BOOT_ID.read_text().strip()
     except OSError:  # not Linux

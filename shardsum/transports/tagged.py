@@ -176,7 +176,7 @@ class TaggedWire(Wire):
         }
 
     def look(self) -> None:
-        """Look after the current wait, if it is the one of the last look."""
+        """Check the current wait, if it was the current one at the last check, too."""
         guard, waits, now = self.guard, self._waits, time.monotonic()
         assert guard is not None
         if waits is not self._seen or waits is None:

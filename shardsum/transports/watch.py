@@ -1,6 +1,6 @@
 """Finds out why a transfer does not end: the processes are out of step, or wait for each other in different groups.
 
-Nothing of this costs a transfer that ends soon. A thread looks every ``TICK_S`` whether one still waits that waited at
+Transfers that end soon pay nothing for it. A thread looks every ``TICK_S`` whether one still waits that waited at
 its last look. Then the process publishes in the store what it is in (its last exchanges on every wire, and for whom it
 waits) and reads what the others have published. Two findings are certain:
 
@@ -46,7 +46,7 @@ os.register_at_fork(after_in_child=_forget_thread)
 
 
 def add(wire: TaggedWire) -> None:
-    """Look after the waits of a wire for as long as it lives."""
+    """Watch the waits of a wire for as long as it exists."""
     global _thread
     with _lock:
         _wires.add(wire)

@@ -196,7 +196,7 @@ def is_pushed(m: Message, layout: MemoryLayout) -> bool:
 
 
 def takes_two_shot(m: Message, layout: MemoryLayout, tuning: Tuning) -> bool:
-    """Whether ``m`` goes in two rounds where nobody forces it."""
+    """Whether ``m`` goes in two rounds unless it is forced."""
     if m.move or not m.replicated or is_pushed(m, layout):
         return False
     return tuning.pays_two_shot(layout.world_size, two_shot_saves(m, layout))
