@@ -77,13 +77,16 @@ class FSDPReduceScatter:
                 would add the replicas' sums in its own order.
         """
         from torch.distributed.fsdp import FSDPModule
-        from torch.distributed.tensor import DTensor, Replicate
+        from torch.distributed.tensor import DTensor
 
         found: dict[str, Any] = {n: module for n, module in model.named_modules() if isinstance(module, FSDPModule)}
         if not found:
             raise ValueError(f"model: {type(model).__name__} has no FSDPModule; call fully_shard first")
         for name, p in model.named_parameters():
-            if isinstance(p, DTensor) and any(isinstance(placement, Replicate) for placement in p.placements):
+            if not isinstance(p, DTensor):
+                continue
+            first, *others = p.placements  # FSDP's dimensions come first; tensor parallelism replicates over later ones
+            if first.is_replicate() and not all(placement.is_replicate() for placement in others):
                 raise ValueError(
                     f"model: parameter {name} is replicated over a dimension of its mesh {p.device_mesh}, and torch "
                     "would add the replicas' sums in an order of its own; give fully_shard the sharding dimension of "

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardsum import ShardGroup
@@ -368,6 +369,23 @@ def test_torchs_own_hsdp_is_refused_with_the_way_to_go() -> None:
         assert "parameter weight is replicated over a dimension of its mesh" in message and "over=" in message
     with pytest.raises(ValueError, match="model: Linear has no FSDPModule"):
         FSDPReduceScatter().install(nn.Linear(2, 2))
+
+
+def _with_tensor_parallelism(rank: int, world_size: int) -> torch.Tensor:
+    """A weight that tensor parallelism replicates and FSDP shards, on two times two processes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tensor"))
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tensor"], [Replicate()]))
+    fully_shard(model, mesh=mesh["fsdp"])
+    FSDPReduceScatter().install(model)
+    x = DTensor.from_local(torch.full((1, 4), 1.0 + rank // 2), mesh["tensor"], [Replicate()])
+    model(x).sum().to_local().backward()
+    return model.weight.grad.full_tensor()
+
+
+def test_what_tensor_parallelism_replicates_is_not_hsdp() -> None:
+    for grad in run_processes(_with_tensor_parallelism, 4):
+        assert torch.equal(grad, torch.full((4, 4), 3.0))
 
 
 def _fsdp_wire(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
