@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import linecache
 import pickle
 import re
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import shardsum
 from shardsum import ShardGroup
+from shardsum.tools.doctor import ENVIRONMENT
 from shardsum.training.hooks import FSDPReduceScatter, HookState, ddp_comm_hook
 from tests.processes import run_processes
 
@@ -26,6 +29,12 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 #: Pages whose blocks need a process group, with the processes that run them.
 LAUNCHED = {"how-to/ddp.md": 2, "how-to/fsdp2.md": 2, "how-to/several-hosts.md": 8}
+
+#: What a block's title says it needs, and whether that is here: elsewhere the block is only compiled.
+OPTIONAL: dict[str, Callable[[], bool]] = {
+    "needs a GPU": torch.cuda.is_available,
+    "needs transformers": lambda: all(map(importlib.util.find_spec, ("transformers", "greenlet"))),
+}
 
 #: A block, or hidden lines that make the names a block uses: ``<!-- setup``, lines, ``-->``.
 _BLOCK = re.compile(
@@ -43,7 +52,8 @@ def code(page: str) -> str:
     text = (DOCS / page).read_text()
     lines = [""] * (text.count("\n") + 1)
     for match in _BLOCK.finditer(text):
-        if "needs a GPU" in (match["title"] or "") and not torch.cuda.is_available():
+        title = match["title"] or ""
+        if any(needs in title and not there() for needs, there in OPTIONAL.items()):
             compile(match["block"], page, "exec")
             continue
         kind = "block" if match["block"] is not None else "setup"
@@ -86,6 +96,18 @@ def test_the_session_of_the_first_page() -> None:
         program = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}[words[0]]
         done = subprocess.run([*program, *words[1:]], cwd=DOCS.parent, capture_output=True, text=True, timeout=240)
         assert done.stdout.strip().splitlines()[-1:] == [output], done.stderr
+
+
+def test_public_names_are_in_the_reference() -> None:
+    reference = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    missing = [n for n in shardsum.__all__ if f"::: shardsum.{n}" not in reference and n not in ("bits", "hooks")]
+    assert not missing
+
+
+def test_environment_variables_are_those_of_the_doctor() -> None:
+    text = (DOCS / "environment.md").read_text()
+    assert set(re.findall(r"^\| `(SHARDSUM_\w+)`", text, re.MULTILINE)) == {n for n in ENVIRONMENT if "SHARDSUM" in n}
+    assert all(f"`{name}" in text for name in ENVIRONMENT)
 
 
 TROUBLE: list[Callable[[], object]] = [
