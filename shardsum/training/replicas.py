@@ -66,10 +66,7 @@ class Replicas(Sequence[M]):
             for name, alias in aliases.items():
                 if alias.dtype in (torch.float16, torch.bfloat16) and alias.requires_grad:
                     alias.grad_dtype = torch.float32
-                    alias.register_post_accumulate_grad_hook(partial(self._count_pass, (i, name)))
-
-    def _count_pass(self, key: tuple[int, str], _: Tensor) -> None:
-        self._passes[key] = self._passes.get(key, 0) + 1
+                    alias.register_post_accumulate_grad_hook(partial(_count_pass, self._passes, (i, name)))
 
     @overload
     def __getitem__(self, index: int) -> M: ...
@@ -156,6 +153,11 @@ class Replicas(Sequence[M]):
                 grad = aliases[name].grad
                 if grad is not None and grad.layout != torch.strided:
                     raise ValueError(f"replicas: the gradient of {name} in {where} is {grad.layout}, not dense")
+
+
+def _count_pass(passes: dict[tuple[int, str], int], key: tuple[int, str], _: Tensor) -> None:
+    """A hook of a parameter. (It knows no replicas: they would hold each other alive.)"""
+    passes[key] = passes.get(key, 0) + 1
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
