@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import linecache
 import pickle
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardsum
 from shardsum import ShardGroup
+from shardsum.group.plan import Plan
 from shardsum.tools.doctor import ENVIRONMENT
+from shardsum.training.context_balance import balanced_lengths
 from shardsum.training.hooks import FSDPReduceScatter, HookState, ddp_comm_hook
 from tests.processes import run_processes
 
@@ -102,6 +106,23 @@ def test_public_names_are_in_the_reference() -> None:
     reference = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     missing = [n for n in shardsum.__all__ if f"::: shardsum.{n}" not in reference and n not in ("bits", "hooks")]
     assert not missing
+
+
+PUBLIC = [ShardGroup, Plan, shardsum.context_parallel_attention, shardsum.ragged_sum]
+PUBLIC += [shardsum.masked_sum, shardsum.MaskedSum, shardsum.first_difference, balanced_lengths]
+
+
+@pytest.mark.parametrize("subject", PUBLIC, ids=lambda subject: subject.__qualname__)
+def test_examples_of_docstrings(subject: Any) -> None:
+    names = {name: getattr(shardsum, name) for name in shardsum.__all__}
+    names |= {"torch": torch, "partial": partial, "balanced_lengths": balanced_lengths}
+    methods = [m for kind in getattr(subject, "__mro__", ())[1:] for m in vars(kind).values() if callable(m)]
+    said: list[str] = []
+    ran = 0
+    for one in (subject, *(m for m in methods if (m.__doc__ or "").count(">>>") and "shardsum" in m.__module__)):
+        for test in doctest.DocTestFinder().find(one, globs=names):
+            ran += doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=said.append).attempted
+    assert ran and not said, "".join(said)
 
 
 def test_environment_variables_are_those_of_the_doctor() -> None:

@@ -189,8 +189,9 @@ class CollectiveGroup(Collectives):
             ValueError: an argument is malformed, or processes disagree; on every process.
 
         Example:
+            >>> group = ShardGroup(4)
             >>> plan = group.plan("reduce_scatter", [4, 2, 0, 3], row_shape=(8,), dtype=torch.bfloat16)
-            >>> parts = plan(shards)
+            >>> parts = plan([torch.ones(n, 8, dtype=torch.bfloat16) for n in (4, 2, 0, 3)])
         """
         grad = "identity" if collective == "all_reduce" else "sum"
         return self._planner.plan(collective, s_max if lengths is None else lengths, {"grad": grad, **options},

@@ -111,6 +111,11 @@ def masked_sum(
 
     Raises:
         ValueError: an argument is malformed; the message names it and both values.
+
+    Example:
+        >>> x = torch.tensor([[1.0, float("nan"), 3.0], [10.0, 20.0, 30.0]])
+        >>> masked_sum(x, torch.tensor([[True, False, True], [True, True, False]]))
+        tensor([11., 20.,  3.])
     """
     if not _is_dynamo_compiling() and isinstance(mask, Tensor) and mask.dtype == torch.bool:
         plan = planned(None, None, None, op, scale, out_dtype, False)

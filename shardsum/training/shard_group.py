@@ -138,7 +138,9 @@ class ShardGroup(CollectiveGroup):
             ImportError: several virtual ranks are hosted here, and the package greenlet is missing.
 
         Example:
-            >>> replicas = group.replicas(model)
+            >>> group = ShardGroup(2)
+            >>> replicas = group.replicas(torch.nn.Linear(4, 1))
+            >>> chunks = [torch.ones(3, 4), torch.ones(5, 4)]
             >>> outs = group.lockstep([partial(replica, x) for replica, x in zip(replicas, chunks)])
         """
         return lockstep.run(self, functions)
