@@ -100,6 +100,28 @@ class LocalAdjoint(torch.autograd.Function):
     vmap = Exchange.vmap
 
 
+def keep(result: Tensor) -> Tensor:
+    """``result`` itself. In compiled code it is then saved for backward, which else might run the collective again to
+    save memory (``activation_memory_budget``), perhaps on one process alone.
+
+    Compilers have no such mark for operators of others, but they always save what functional collectives have waited
+    for. (But for a budget of 0: then no collective is safe.)
+    """
+    return torch.ops._c10d_functional.wait_tensor(result)
+
+
+class Kept(torch.autograd.Function):
+    """:func:`keep` with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor) -> Tensor:  # type: ignore[override]
+        return keep(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
 # The registered operator
 
 _library = torch.library.Library("shardsum", "FRAGMENT")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Shards, into
-from .autograd import exchange
+from .autograd import Kept, exchange
 from .padded import exchange_padded
 from .terms import Terms
 
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 
 def traced(planner: Planner, terms: Terms, hosted: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
-    """The results of a call as torch.compile sees it: those of the registered operator."""
+    """The results of a call as torch.compile sees it: those of the registered operator, never computed twice."""
     if lengths is None:
-        return exchange(hosted, terms, None, planner.name)
-    return exchange_padded(stack(hosted), lengths, terms, planner.name)[:-1]
+        results = exchange(hosted, terms, None, planner.name)
+    else:
+        results = exchange_padded(stack(hosted), lengths, terms, planner.name)[:-1]
+    return [Kept.apply(y) for y in results] if planner.world_size > 1 else results
 
 
 def is_single(shards: Shards, planner: Planner, terms: Terms) -> bool:

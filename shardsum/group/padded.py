@@ -23,7 +23,7 @@ from ..local import kernels
 from ..local.gradients import finish_gradient, select
 from ..local.ops import readable, row_contiguous
 from ..native import loader as native
-from .autograd import _TAIL, Exchange, _library, groups, tail_of, terms_of
+from .autograd import _TAIL, Exchange, _library, groups, keep, tail_of, terms_of
 from .autograd import exchange as registered_exchange
 from .executor import Executor, fingerprint, stamp_of
 from .routes import LOCAL_ROUTE, Route
@@ -243,7 +243,7 @@ def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     x, lengths, sinks, *tail = inputs
     ctx.terms, ctx.group = _terms(x, sinks, tuple(tail)), tail[-1]
     ctx.planner = groups[ctx.group]  # the group lives until its last backward
-    ctx.save_for_backward(lengths.clone(), output[-1])
+    ctx.save_for_backward(lengths.clone(), keep(output[-1]) if ctx.planner.world_size > 1 else output[-1])
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch._dynamo.testing
+import torch._functorch.config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardsum import ShardGroup
-from shardsum.group.terms import flatten
+from shardsum.group.terms import Terms, flatten
 from tests.processes import run_processes
 from tests.values import assert_same, random_values
 
@@ -204,3 +206,37 @@ def test_fake_tensors_go_through_the_operator() -> None:
         out.sum().backward()
     assert isinstance(out, FakeTensor) and out.shape == (3, 2)
     assert all(isinstance(s.grad, FakeTensor) and s.grad.shape == s.shape for s in shards)
+
+
+def kept_step(group: ShardGroup, x: list[torch.Tensor], lengths: list[int], rows: torch.Tensor) -> torch.Tensor:
+    y = group.all_reduce([t.tanh() for t in x], lengths, size=7, op="mean", grad="sum")
+    z = group.reduce_scatter([y.sin() * y] * len(x), [7] * 4, size=7)
+    u = group.all_reduce([t.cos() for t in x], rows, size=7, op="mean")
+    return (u.sin() * u).sum() + sum((p.exp() * p.sin()).sum() for p in z)
+
+
+def count_exchanges(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    torch._dynamo.reset()
+    group = ShardGroup(4)
+    calls, run = [], type(group._planner).run_registered
+
+    def counted(planner: object, terms: Terms, *rest: object) -> list[torch.Tensor]:
+        calls.append(terms.name)
+        return run(planner, terms, *rest)
+
+    x = [torch.randn(7, 16, requires_grad=True) for _ in group.virtual_ranks]
+    rows = torch.tensor([7 - v for v in group.virtual_ranks])
+    # One process alone wants to save memory: it must take part in no other exchanges.
+    budget = torch._functorch.config.patch(activation_memory_budget=0.3 if rank else 1.0)
+    with budget, patch.object(type(group._planner), "run_registered", counted):
+        compiled = torch.compile(kept_step, fullgraph=True, backend="aot_eager_decomp_partition")
+        loss = compiled(group, x, [7, 3, 5, 0], rows)
+        forward = calls.copy()
+        loss.backward()
+    return forward, calls[len(forward) :]
+
+
+def test_backward_runs_no_exchange_again_to_save_memory() -> None:
+    forward = ["all_reduce", "reduce_scatter", "all_reduce"]
+    backward = ["backward of reduce_scatter", "backward of all_reduce"]
+    assert run_processes(count_exchanges, 2) == [(forward, backward)] * 2
