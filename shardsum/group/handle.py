@@ -51,7 +51,10 @@ def start_on_cpu(planner: Planner, name: str, job: Job, deliver: Callable[[list[
     def finish() -> Any:
         with planner.agreement.busy:
             if job.more:
-                planner.close_open_call()
+                try:
+                    planner.close_open_call()
+                except RuntimeError as error:
+                    planner.fail(name, error)
             return deliver(complete())
 
     return Handle(finish)

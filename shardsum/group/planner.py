@@ -149,8 +149,11 @@ class Planner:
         if not isinstance(error, RuntimeError):
             self.agreement.leave(name, error)  # the next call would meet what the others still send of this one
             return
-        if self.world_size == 1 or self.agreement.failed is not None:  # its own, or explained already
+        why = self.agreement.failed
+        if self.world_size == 1 or (why is not None and why in str(error)):  # its own, or explained already
             raise error
+        if why is not None:
+            raise RuntimeError(f"{name} was not completed before this group failed; make a new one. {why}") from error
         raise self.agreement.explain(name, self._what_peers_know(error)) from error
 
     def _what_peers_know(self, error: RuntimeError) -> RuntimeError:

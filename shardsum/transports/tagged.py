@@ -83,8 +83,8 @@ class TaggedWire(Wire):
         if not own.numel():
             return self._under_way([])
         tag, parts = self._next_tag(), everyone.split(own.numel())
-        works = [(p, self.group.recv([parts[p]], p, tag)) for p in self._from]
-        works += [(p, self.group.send([own], p, tag)) for p in self._to]
+        works = [self._recv(parts[p], p, tag) for p in self._from]
+        works += [self._send(own, p, tag) for p in self._to]
         if parts[self.rank].data_ptr() != own.data_ptr():
             parts[self.rank].copy_(own)
         return self._under_way(works)
@@ -94,20 +94,20 @@ class TaggedWire(Wire):
         self.count(itemsize, mine.numel(), out.numel())
         received = as_bytes(out).split([n * itemsize for n in out_splits])
         sent = as_bytes(mine).split([n * itemsize for n in in_splits])
-        works = [(p, self.group.recv([received[p]], p, tag)) for p in self._from if out_splits[p]]
-        return self._under_way(works + [(p, self.group.send([sent[p]], p, tag)) for p in self._to if in_splits[p]])
+        works = [self._recv(received[p], p, tag) for p in self._from if out_splits[p]]
+        return self._under_way(works + [self._send(sent[p], p, tag) for p in self._to if in_splits[p]])
 
     def send(self, x: Tensor, peer: int, chunk: int) -> Any:
         data = as_bytes(x)
         self.count(data.numel(), 1, 0)
         tag = self._tags + _CHUNKS + chunk & _TAGS
-        return self._under_way([(peer, self.group.send([data], peer, tag))] if data.numel() else [])
+        return self._under_way([self._send(data, peer, tag)] if data.numel() else [])
 
     def recv(self, out: Tensor, peer: int, chunk: int) -> Any:
         data = as_bytes(out)
         self.count(data.numel(), 0, 1)
         tag = self._tags + _CHUNKS + chunk & _TAGS
-        return self._under_way([(peer, self.group.recv([data], peer, tag))] if data.numel() else [])
+        return self._under_way([self._recv(data, peer, tag)] if data.numel() else [])
 
     def batch(
         self, sends: Sequence[tuple[Tensor, int, int]], receives: Sequence[tuple[Tensor, int, int]]
@@ -128,6 +128,18 @@ class TaggedWire(Wire):
             except RuntimeError as error:
                 if "Timed out" in str(error):  # else that connection was closed before, but others may stand
                     break
+
+    def _send(self, data: Tensor, peer: int, tag: int) -> tuple[int, dist.Work]:
+        try:
+            return peer, self.group.send([data], peer, tag)
+        except RuntimeError as error:  # a connection that is closed already
+            raise self._explained(peer, error) from error
+
+    def _recv(self, data: Tensor, peer: int, tag: int) -> tuple[int, dist.Work]:
+        try:
+            return peer, self.group.recv([data], peer, tag)
+        except RuntimeError as error:
+            raise self._explained(peer, error) from error
 
     def _under_way(self, works: list[tuple[int, dist.Work]]) -> int:
         """Keep what has been started, also where nobody waits for it: gloo gives up a connection where the memory of a

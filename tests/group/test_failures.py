@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -173,3 +174,19 @@ def test_a_process_without_backward_is_named() -> None:
     messages = run_processes(stay_away_in_backward, 3)
     for message in (messages[0], messages[2]):
         assert "backward of all_gather" in message and "no word from process 1" in message, messages
+
+
+def open_call_of_a_failed_group(rank: int, world_size: int) -> None:
+    a, b = (ShardGroup(2, timeout=3, transport="all_to_all") for _ in range(2))
+    for group in (a, b):
+        group.all_reduce(torch.ones(4), [4, 4])
+    handle = None if rank else a.all_reduce(torch.ones(4), [4, 4], async_op=True)
+    with contextlib.suppress(RuntimeError):  # it fails where the circle is found before a's call times out
+        b.all_reduce(torch.ones(4), [4, 4])  # process 0 completes the open call first, in vain
+    if handle is not None:
+        with pytest.raises(RuntimeError, match=r"all_reduce \(call \d\) on process 0 failed: .*process 1"):
+            handle.wait()
+
+
+def test_a_handle_tells_why_its_group_failed_in_a_call_of_another() -> None:
+    run_processes(open_call_of_a_failed_group, 2)
