@@ -3,20 +3,24 @@
 #   launch/build_wheel.sh [folder]
 # The library has CPU kernels (baseline, AVX2, AVX-512) and CUDA kernels for ARCHS, with PTX of the newest. Four minutes
 # on two cores. The wheel is built from the unpacked source distribution, so that one holds all the other needs.
-# PYTHON names an interpreter with torch and the extra "dev". Any torch from 2.11 on: the stable ABI is used. ARCHS=
+# PYTHON names an interpreter with torch and the extra "dev" (default: .venv, as launch/local.sh makes it). Any torch from 2.11 on: the stable ABI is used. ARCHS=
 # builds without CUDA kernels; else a CUDA toolkit is needed, but no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 ARCHS=${ARCHS-80,90,100,120}
 dist=$(realpath -m "${1:-dist}")
+"$PYTHON" -c "import auditwheel, build.__main__, torch" || {
+    echo "$PYTHON lacks what builds a wheel: $PYTHON -m pip install -e '.[dev]'" >&2
+    exit 1
+}
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 # setuptools would take up lists of files and copies that earlier builds left behind: build from a clean copy.
 git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t "$work"
 cd "$work"
-"$PYTHON" -m build --sdist --outdir "$work/out" . >/dev/null 2>&1
+"$PYTHON" -m build --sdist --outdir "$work/out" . >/dev/null
 mkdir tree && tar -xzf out/shardsum-*.tar.gz -C tree --strip-components=1 && cd tree
 
 PYTHONPATH=$PWD "$PYTHON" - "$ARCHS" <<'PY'

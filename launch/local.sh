@@ -11,7 +11,8 @@ venv=${VENV:-.venv}
 if [ ! -x "$venv/bin/shardsum" ]; then
     echo "setting up $venv: torch and the package, a minute or two" >&2
     python3 -m venv "$venv"
-    # torch first and by name: left to a dependency range, pip takes the newest CUDA build of several GB.
+    # torch first and by name, so that everybody gets the same version. PyPI's is the build with CUDA, of several GB. For
+    # CPUs alone: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu TORCH=torch==2.13.0+cpu.
     "$venv/bin/python" -c "import torch" 2>/dev/null || "$venv/bin/python" -m pip install --quiet "${TORCH:-torch==2.13.0}" numpy
     "$venv/bin/python" -m pip install --quiet --editable ".[cli,test]"
 fi

@@ -118,9 +118,10 @@ def build_parser() -> ArgumentParser:
 
     plan = _parser(
         "Predicts, without running anything, which transport collectives would take on a cluster, the bytes on each "
-        "kind of link and the times."
+        "kind of link and the times.",
+        "shardsum plan --hosts 4 --lengths causal\nshardsum plan --hosts 64 --grow --plot hosts.png",
     )
-    plan.add_argument("--config", action="config", help="YAML file; options after it win.")
+    plan.add_argument("--config", action="config", help="YAML file with options. Those after it win.")
     plan.add_class_arguments(PlanConfig, skip={"grow"})
     growing = "Show 1, 2, 4, ... hosts up to this number, with as many virtual ranks a process."
     plan.add_argument("--grow", action="store_true", help=growing)

@@ -46,6 +46,7 @@ class PlanConfig:
     """A cluster, the virtual ranks on it, and what a step calls."""
 
     hosts: int = 2
+    """Hosts of the cluster."""
     gpus: int = 8
     """Processes on a host."""
     ranks: int | None = None
@@ -55,9 +56,11 @@ class PlanConfig:
     row: int = 4096
     """Elements of a position."""
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
+    """Of the elements."""
     lengths: str = "full"
     """full, causal, documents:MEAN, or a file of R lengths."""
     placement: Literal["contiguous", "zigzag"] = "contiguous"
+    """Which process hosts which virtual rank."""
     step: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COLLECTIVES, 1))
     """How often a step calls each collective."""
     costs: str | None = None
