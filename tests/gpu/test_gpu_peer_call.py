@@ -125,7 +125,8 @@ def _refused(rank: int, world_size: int) -> str:
     OPS.peer_call(out, x, bound)
     assert torch.equal(out, torch.full_like(out, 2.0)) and state.item() == 1
     if rank == 0:
-        OPS.peer_call(out, x, bound)  # process 1 does not come
+        OPS.peer_call(out, x, bound)  # process 1 does not come, until this one has given up
+        torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError):

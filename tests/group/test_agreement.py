@@ -111,8 +111,8 @@ DISAGREEMENTS: dict[str, tuple[Callable, Callable, str]] = {
     ),
     "token count": (
         lambda g: g.token_mean([torch.tensor(1.0)] * len(g.virtual_ranks), [1] * len(g.virtual_ranks)),
-        lambda g: g.token_mean([torch.tensor(1.0)], [1.5]),
-        "token_mean: process 2: num_valid: virtual rank 3 has 1.5, expected an integer",
+        lambda g: g.token_mean([torch.tensor(1.0)], ["one"]),
+        "token_mean: process 2: num_valid: virtual rank 3 has 'one'",
     ),
     "pairs": (
         lambda g: g.exchange(ones(g), [(0, 2)] * 4, [(0, 2)] * 4, size=2),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -71,10 +70,15 @@ def test_a_call_interrupted_at_any_line_is_never_mixed_with_the_next() -> None:
     assert lines[0] == lines[1] > 50, "the call has fewer lines than that"
 
 
-def store_stops(rank: int, world_size: int, port: int, known: bool, sent: int) -> tuple[str, float] | None:
+def store_stops(rank: int, world_size: int, known: bool, sent: int) -> tuple[str, float] | None:
+    port = torch.zeros(1, dtype=torch.int64)
+    if rank == 0:
+        host = dist.TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False)
+        port[0] = host.port
+    dist.broadcast(port, 0)
     dist.destroy_process_group()
-    limit = timedelta(seconds=30)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", limit, world_size, rank)
+    store = host if rank == 0 else dist.TCPStore("127.0.0.1", int(port), world_size, False)
+    dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=30), world_size=world_size, rank=rank)
     group = ShardGroup(3, timeout=3)
     x = torch.ones(4)
     group.all_reduce(x, [4] * 3)
@@ -97,10 +101,7 @@ def store_stops(rank: int, world_size: int, port: int, known: bool, sent: int) -
 
 @pytest.mark.parametrize(("known", "sent"), [(True, signal.SIGSTOP), (False, signal.SIGSTOP), (False, signal.SIGKILL)])
 def test_a_store_that_is_gone_is_said_to_be(known: bool, sent: int) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = run_processes(store_stops, 3, port, known, sent, timeout=10, may_die=(0,))
+    results = run_processes(store_stops, 3, known, sent, timeout=10, may_die=(0,))
     for message, took in filter(None, results):
         assert took < 5.5, (took, message)
         assert "store" in message and "nothing is known of the other processes" in message, message

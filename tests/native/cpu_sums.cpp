@@ -82,8 +82,9 @@ Acc value_at(const uint8_t* data, int64_t i, DType dtype) {
     case DType::kFloat64:
       return Acc(read<double>(data + 8 * i));
     case DType::kUInt8:
-    case DType::kBool:
       return Acc(data[i]);
+    case DType::kBool:
+      return Acc(data[i] != 0);
     case DType::kInt8:
       return Acc(read<int8_t>(data + i));
     case DType::kInt16:

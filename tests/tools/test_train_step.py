@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -18,10 +19,12 @@ SCRIPT = Path(__file__).parents[2] / "launch" / "train_step.py"
 
 
 def _train(rank: int, world_size: int, sequence_ranks: int, steps: int) -> list[float]:
-    sys.path.insert(0, str(SCRIPT.parent))
-    import train_step
-
-    return train_step.train(sequence_ranks, steps)
+    # By its path: another script of that name may be imported already.
+    spec = importlib.util.spec_from_file_location("launch_train_step", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script.train(sequence_ranks, steps)
 
 
 def test_stays_short() -> None:
