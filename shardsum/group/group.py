@@ -9,11 +9,14 @@ that share a ProcessGroup):
 
 shards    one Tensor ``(length, *F)`` when this process hosts one virtual rank, else a list in increasing virtual-rank
           order; padded Tensors ``(S_MAX, *F)``, or one ``(k, S_MAX, *F)`` for k hosted ranks, with ``lengths``.
+          Where one rank is hosted, ``(1, S_MAX, *F)`` is taken as stacked if its length is above 1, or by a plan, which
+          knows ``*F``; with lengths on the device pass a list or the padded Tensor.
 lengths   (a) R ints, equal on all processes: nothing else travels.
           (b) None: the shards' row counts; every call begins with one small all_gather on the host.
           (c) an integer Tensor of the hosted ranks' lengths on the shards' device, with padded shards and ``size``:
           never read by the host; values are clamped to [0, S_MAX].
-size      positions of the result; equal on all processes. Default: the largest length.
+size      positions of the result; equal on all processes. Default: the largest length (of :func:`shardsum.ragged_sum`
+          it is S_MAX).
 grad      what autograd does with a result that every process gets. "identity": every process computes the common
           loss from it once. "sum": each process's loss is its own part, cotangents are added in process order.
 async_op  return a :class:`Handle`; not with inputs that require grad.

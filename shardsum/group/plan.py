@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..core.checks import needs_grad
 from ..core.layout import length
-from ..transports.peer.operators import peer_call, peer_call_new
 from .arguments import Shards, check_device_lengths, hosted_shards
 from .autograd import Exchange, _coverage
 from .executor import Job
 from .explain import Explanation, Stats
 from .forms import deliver, fillable, is_single, movable, stack, traced
 from .handle import Handle, start_on_cpu, start_on_stream
+from .launching import launch
 from .padded import PaddedExchange, PreparedPadded
 from .tensors import Tensors
 from .terms import Reduce, Terms
@@ -114,7 +113,7 @@ class Plan(Generic[R]):
         planner.enter(name)
         try:  # as ``with planner.calling(name)``, in half the time
             if self._bound is not None and lengths is None:
-                result = self._launch(shards, out)
+                result = launch(self._planner, self._bound, shards, out) if self._agreed[False] else None
                 if result is not None:
                     return result
             hosted, outs, given = self._check(shards, out, lengths)
@@ -232,27 +231,6 @@ class Plan(Generic[R]):
     def _count(self, begin: int, n: int, device: torch.device) -> Tensor:
         flat = [bound - begin for interval in self.terms.sources for bound in interval]
         return _coverage(torch.empty(0, device=device), flat, n)
-
-    def _launch(self, shards: Any, out: Any) -> Tensor | None:
-        """The result of a plain call over peer memory, in one operator that looks at its tensors itself. None, without
-        any effect, where the call does not fit this fast path."""
-        if type(shards) is not Tensor or not self._agreed[False] or self._planner.always_agrees:
-            return None
-        if forward_ad._current_level >= 0 or (shards.requires_grad and torch.is_grad_enabled()):
-            return None
-        assert self._bound is not None
-        self._planner.announce_call()
-        try:
-            if out is None:
-                return peer_call_new(shards, self._bound)
-            if type(out) is not Tensor or out.requires_grad:
-                return None
-            peer_call(out, shards, self._bound)
-        except RuntimeError:
-            self._planner.check_peers()
-            return None
-        torch._C._increment_version((out,))  # autograd must notice when it has saved the values that are gone
-        return out
 
     def _check(
         self, shards: Shards, out: Any, lengths: Tensor | None

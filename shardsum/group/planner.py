@@ -21,6 +21,7 @@ from ..core.checks import as_ints, is_count
 from . import autograd
 from .agreement import Agreement, Disagreement
 from .arguments import check_lengths, check_rows, classify_lengths
+from .calling import Calling
 from .collectives import Options, Setting, check_options, describe
 from .executor import Executor
 from .explain import Explanation, Stats
@@ -289,23 +290,3 @@ class Planner:
             plan = self.keep(terms)
             plan.mark_agreed(False)
             return plan
-
-
-class Calling:
-    """The scope of one call. An error that is no ValueError ends the group: others may be in the middle of it."""
-
-    def __init__(self, planner: Planner, name: str, begun: bool) -> None:
-        self._planner, self._name, self._begun = planner, name, begun
-
-    def __enter__(self) -> None:
-        if self._begun:
-            self._planner.agreement.busy.__enter__()
-        else:
-            self._planner.enter(self._name)
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        try:
-            if error is not None and not isinstance(error, ValueError):
-                self._planner.fail(self._name, error)
-        finally:
-            self._planner.leave()
