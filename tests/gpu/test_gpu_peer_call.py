@@ -129,10 +129,10 @@ def _refused(rank: int, world_size: int) -> str:
         torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
-    with pytest.raises(RuntimeError):
-        OPS.peer_call(out, x, bound)
-        torch.cuda.synchronize()
-        OPS.peer_call(out, x, bound)
+    with pytest.raises(RuntimeError):  # process 1 may find what process 0 had sent before it gave up, but no more
+        for _ in range(4):
+            OPS.peer_call(out, x, bound)
+            torch.cuda.synchronize()
     assert state.item() & operators.FAILED
     with pytest.raises(RuntimeError) as caught:
         t.check()
