@@ -25,8 +25,8 @@ from tests.tools.runs import copy_text, tiny
 LONG = bool(os.environ.get("SHARDSUM_LONG_TESTS"))
 CALLS, STEPS = (20_000, 1_000) if LONG else (120, 60)
 #: What caches and the allocator may still take after the first calls. A leak of 200 bytes a call is found by the long
-#: test, one Python object in four calls by both.
-MEMORY, OBJECTS = 4 << 20, 30
+#: test, one Python object in four calls by both. (A short one's pages come and go with what else the machine does.)
+MEMORY, OBJECTS = (4 << 20) if LONG else (16 << 20), 30
 
 
 def usage() -> dict[str, int]:
@@ -122,7 +122,7 @@ def _groups(rank: int, world_size: int) -> dict[str, int]:
 @pytest.mark.timeout(1800 if LONG else 300)
 def test_groups_leave_nothing() -> None:
     for grown in run_processes(_groups, 2, timeout=900 if LONG else 120):
-        assert_nothing_left(grown, "groups", 2 * MEMORY)  # connections and their threads: pages come and go
+        assert_nothing_left(grown, "groups", 2 * MEMORY)  # connections and their threads
 
 
 def _steps(rank: int, world_size: int, text: str, folder: str) -> dict[str, int]:
