@@ -117,11 +117,6 @@ class ExchangePlan:
     sink_owners: tuple[int, ...]
     world_size: int
 
-    @property
-    def transposed(self) -> ExchangePlan:
-        """The adjoint's plan: what was wanted is held, what was held is wanted."""
-        return ExchangePlan(self.sinks, self.sink_owners, self.sources, self.source_owners, self.world_size)
-
     def hosted_sources(self, process: int) -> list[int]:
         return [r for r, owner in enumerate(self.source_owners) if owner == process]
 

@@ -235,12 +235,6 @@ class CarryPlan:
             deliveries.extend((hops + 1, holder, p) for p in local if p != holder)
         return tuple(deliveries)
 
-    @property
-    def depth(self) -> int:
-        """The most hops of one position: from stage to stage, then to those who want the result."""
-        hops = (len(p.stages) - 1 + max((d[0] for d in p.deliveries), default=0) for p in self.pieces)
-        return max(hops, default=0)
-
     def transfers(
         self, index: int, piece: Piece, domain: int | None = None
     ) -> Iterator[tuple[int, str, int, int, Item]]:

@@ -141,18 +141,6 @@ def line(row: Row) -> str:
     )
 
 
-def markdown(rows: Sequence[Row]) -> list[str]:
-    """A table of what shardsum did in the cases of ``rows``, as the README shows it."""
-    lines = ["| case | useful MB | us | GB/s | % of copy | x over the fastest baseline |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        if row.variant == "shardsum":
-            over = f"{row.speedup:.2f} ({row.baseline})" if row.speedup is not None else ""
-            us = f"{row.us:.0f}" if row.us >= 1000 else f"{row.us:.4g}"
-            figures = f"{row.bytes / 1e6:.3g} | {us} | {row.gbps:.3g} | {row.percent:.0f} | {over}"
-            lines.append(f"| {row.case} | {figures} |")
-    return lines
-
-
 def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
     """Hardware, versions, date and the command that made the figures (default: this process's)."""
     status = native.status()
