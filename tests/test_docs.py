@@ -30,7 +30,7 @@ from tests.processes import run_processes
 DOCS = Path(__file__).parent.parent / "docs"
 
 #: Pages whose blocks need a process group, with the processes that run them.
-LAUNCHED = {"how-to/ddp.md": 2, "how-to/fsdp2.md": 2, "how-to/several-hosts.md": 8}
+LAUNCHED = {"how-to/ddp.md": 2, "how-to/fsdp2.md": 4, "how-to/several-hosts.md": 8}
 
 #: What a block's title says it needs, and whether that is here: elsewhere the block is only compiled.
 OPTIONAL: dict[str, Callable[[], bool]] = {

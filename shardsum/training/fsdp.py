@@ -6,12 +6,16 @@
         fully_shard(layer, mesh=mesh)
     FSDPReduceScatter(scale=1 / world_size).install(model)
 
-HSDP (sharded in groups, replicated over them) in one rank order: shard over one dimension of the mesh, and let the
-reduction go over all processes. Replicas then hold the same bits as long as they start with the same parameters::
+HSDP (shards that are replicated): one sum over shards and replicas, in the rank order of ``over``. Replicas then hold
+the same bits as long as they start with the same parameters. Either mesh will do::
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))
-    fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(layer, mesh=mesh)           # torch replicates
+    fully_shard(layer, mesh=mesh["shard"])  # one all_reduce less
     FSDPReduceScatter(scale=1 / 8, over=dist.group.WORLD).install(model)
+
+With the first, torch's all_reduce over the replicas still runs, since no public interface leaves it out; a hook that
+FSDP calls after it replaces its result.
 
 Micro-batches (``set_requires_gradient_sync(False)``) are added by FSDP in its reduce dtype: make that float32.
 """
@@ -26,6 +30,7 @@ from torch import Tensor, nn
 
 from ..core.numerics import check_op
 from . import block_wire
+from .fsdp_modules import ModuleReduction, ReplicatedReduction, UnshardedReduction, own_parameters
 from .shard_group import ShardGroup
 
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32)
@@ -45,7 +50,7 @@ class FSDPReduceScatter:
             half the bytes of a float32 one. torch.float8_e4m3fn: a quarter, with a scale for every 128 elements
             (:mod:`shardsum.training.block_wire` has its error). None sends gradients as they are.
         over: the processes whose gradients are added, in this group's rank order: with HSDP those of all replicas.
-            None: those that the module is sharded over.
+            None: those that the module is sharded over; where torch replicates it over the rest of the world, all.
         options: passed on to ``ShardGroup(group=..., **options)`` (``transport``, ``timeout``, ...).
 
     Raises:
@@ -70,11 +75,11 @@ class FSDPReduceScatter:
     def install(self, model: nn.Module) -> None:
         """Reduce the gradients of all FSDP modules of ``model`` by this object; errors then name the module.
 
-        Makes FSDP pass plain sums (``set_gradient_divide_factor(1.0)``, ``set_force_sum_reduction_for_comms(True)``).
+        Makes FSDP pass plain sums (``set_gradient_divide_factor(1.0)``, ``set_force_sum_reduction_for_comms(True)``),
+        and sets its all-reduce hook on modules that it replicates, or shards over a single process.
 
         Raises:
-            ValueError: there is no FSDP module, or one is replicated by torch (HSDP on a two-dimensional mesh): torch
-                would add the replicas' sums in its own order.
+            ValueError: there is no FSDP module, or torch replicates one and ``over`` does not fit its mesh.
         """
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
@@ -82,20 +87,39 @@ class FSDPReduceScatter:
         found: dict[str, Any] = {n: module for n, module in model.named_modules() if isinstance(module, FSDPModule)}
         if not found:
             raise ValueError(f"model: {type(model).__name__} has no FSDPModule; call fully_shard first")
-        for name, p in model.named_parameters():
-            if not isinstance(p, DTensor):
-                continue
-            first, *others = p.placements  # FSDP's dimensions come first; tensor parallelism replicates over later ones
-            if first.is_replicate() and not all(placement.is_replicate() for placement in others):
-                raise ValueError(
-                    f"model: parameter {name} is replicated over a dimension of its mesh {p.device_mesh}, and torch "
-                    "would add the replicas' sums in an order of its own; give fully_shard the sharding dimension of "
-                    "the mesh alone, and FSDPReduceScatter the group of all processes (over=...)"
-                )
+        reductions: dict[str, ModuleReduction] = {}
+        for name in found:
+            parameters = own_parameters(model, name, found)
+            placed: dict[str, Any] = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
+            replicated = [n for n, p in placed.items() if _is_replicated(p)]
+            alone = [p.device_mesh.get_group(0) for p in placed.values() if p.device_mesh.size(0) == 1]
+            if replicated:
+                self._check_mesh(replicated[0], placed[replicated[0]].device_mesh)
+                reductions[name] = ReplicatedReduction(self.reduce, name, parameters)
+            elif alone:
+                reductions[name] = UnshardedReduction(self.reduce, name, parameters, alone[0])
+            else:
+                reductions[name] = ModuleReduction(self.reduce, name, parameters)
         for name, module in found.items():
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_reduce_scatter(_OfModule(self, name, _own_parameters(model, name, found)))
+            reductions[name].install(module)
+
+    def _check_mesh(self, parameter: str, mesh: Any) -> None:
+        """ValueError where ``over`` is not all processes of a mesh (replicate, shard, ...)."""
+        replicas, shards = mesh.size(0), mesh.size(1)
+        what = f"model: parameter {parameter} has {replicas} replicas on its mesh {mesh}"
+        if shards == 1:
+            raise ValueError(
+                f"{what}, of one shard each: there FSDP calls no reduce-scatter; give fully_shard the sharding "
+                "dimension of the mesh alone, and FSDPReduceScatter the group of all its processes (over=...)"
+            )
+        if self.over is None and mesh.ndim == 2 and mesh.size() == dist.get_world_size():
+            self.over = dist.group.WORLD
+        given = None if self.over is None else dist.get_world_size(self.over)
+        if given != replicas * shards:
+            raise ValueError(
+                f"{what}, of {shards} shards each; FSDPReduceScatter needs the group of these {replicas * shards} "
+                f"processes (over=...), and has {'none' if given is None else f'one of {given}'}"
+            )
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The buffers that FSDP fills and reads: plain tensors."""
@@ -176,48 +200,10 @@ class FSDPReduceScatter:
         return self._groups[group]
 
 
-class _OfModule:
-    """The reduction of one FSDP module's gradients."""
-
-    def __init__(self, reduction: FSDPReduceScatter, name: str, parameters: dict[str, nn.Parameter]) -> None:
-        self._reduction, self._name = reduction, name or "the root"
-        self._parameters = parameters
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._reduction.allocate(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        try:
-            label = f"gradients of {self._name}"
-            self._reduction.reduce(output_tensor, input_tensor, group, op, async_op, label)
-        except (ValueError, RuntimeError) as error:
-            if op != dist.ReduceOp.SUM or async_op:
-                raise
-            parameters = ", ".join(f"{name} {list(p.shape)}" for name, p in self._parameters.items())
-            raise type(error)(
-                f"gradients of FSDP module {self._name} (parameters {parameters}): {error}. Where processes differ, "
-                "some of them have used a module or a parameter in this step that others have not (or frozen it): "
-                "model.set_reduce_scatter_unused_params(True) where torch has it covers parameters of a module that "
-                "all processes run; else add 0 * module(...).sum() to the loss of those that do not need it"
-            ) from error
-
-
-def _own_parameters(model: nn.Module, name: str, modules: dict[str, Any]) -> dict[str, nn.Parameter]:
-    """The parameters of a module that no FSDP module inside it has, by their names in the model."""
-    inner = [f"{other}." for other in modules if other != name and other.startswith(f"{name}." if name else "")]
-    prefix = f"{name}." if name else ""
-    return {
-        n: p
-        for n, p in model.named_parameters()
-        if n.startswith(prefix) and not any(n.startswith(other) for other in inner)
-    }
+def _is_replicated(p: Any) -> bool:
+    """Whether FSDP replicates a parameter: its dimensions come first, before those of tensor parallelism."""
+    first, *others = p.placements
+    return bool(first.is_replicate()) and not all(placement.is_replicate() for placement in others)
 
 
 def check_wire_dtype(wire_dtype: torch.dtype | None) -> None:

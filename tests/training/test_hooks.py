@@ -10,7 +10,7 @@ import torch._dynamo  # DDP imports it; here once, not in every forked child
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +20,7 @@ from shardsum.training.hooks import FSDPReduceScatter, HookState, ddp_comm_hook
 from tests.processes import run_processes
 
 STEPS = 10
+HSDP = ("replicate", "shard")
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -339,34 +340,84 @@ def test_an_fp16_overflow_on_one_process_skips_the_step_on_all() -> None:
 # HSDP
 
 
-def _hsdp(rank: int, world_size: int, wire: Any) -> list[torch.Tensor]:
-    """Two replicas of two shards each: gradients 1e8, 1, -1e8, 1 of one weight, and of a layer that must be padded."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def _hsdp(rank: int, world_size: int, dims: int, wire: Any) -> list[torch.Tensor]:
+    """Two replicas of two shards each: gradients 1e8, 1, -1e8, 1 of a layer that must be padded. ``dims``: of the mesh
+    that FSDP is given. The gradients after one step, after micro-batches (1e8, 1, -1e8, 1), (1, 1, 1, 1) whose
+    all_reduce torch puts off, and after a step with bfloat16 gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=HSDP)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 3, bias=False))
-    fully_shard(model, mesh=mesh["shard"])
-    reduce_scatter = FSDPReduceScatter(scale=0.5, over=dist.group.WORLD, wire_dtype=wire)
-    reduce_scatter.install(model)
-    model(torch.full((1, 5), [1e8, 1.0, -1e8, 1.0][rank])).sum().backward()
-    return [model[0].weight.grad.full_tensor()]
+    half = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    models = [nn.Sequential(nn.Linear(5, 3, bias=False)) for _ in range(3)]
+    for model, policy in zip(models, (MixedPrecisionPolicy(), MixedPrecisionPolicy(), half)):
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh if dims == 2 else mesh["shard"], mp_policy=policy)
+        over = None if dims == 2 and wire is None else dist.group.WORLD
+        FSDPReduceScatter(scale=0.5, over=over, wire_dtype=wire).install(model)
+    x = torch.full((1, 5), [1e8, 1.0, -1e8, 1.0][rank])
+    for model, batches in zip(models, ([x], [x, torch.ones(1, 5)], [x])):
+        for i, batch in enumerate(batches):
+            model.set_requires_all_reduce(i == len(batches) - 1)
+            model(batch).sum().backward()
+    return [model[0].weight.grad.full_tensor() for model in models]
 
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
-def test_hsdp_adds_shards_and_replicas_in_one_order(wire: Any) -> None:
-    for (grad,) in run_processes(_hsdp, 4, wire):
-        assert bits.equal(grad, torch.full((3, 5), 0.5))
+@pytest.mark.parametrize("dims", [1, 2])
+def test_hsdp_adds_shards_and_replicas_in_one_order(dims: int, wire: Any) -> None:
+    rows = [torch.tensor([x]) for x in (1e8, 1.0, -1e8, 1.0)]
+    one_sum = reference.ragged_sum(rows, [0] * 4, 1, scale=0.5, out_dtype=torch.float32).item()
+    assert one_sum == (0.5 if wire is None else one_sum)
+    for found in run_processes(_hsdp, 4, dims, wire):
+        for grad, value in zip(found, (one_sum, one_sum + 2.0, one_sum)):
+            assert bits.equal(grad, torch.full((3, 5), value))
 
 
-def _native_hsdp(rank: int, world_size: int) -> str:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    with pytest.raises(ValueError) as caught:
-        FSDPReduceScatter().install(fully_shard(nn.Linear(2, 2), mesh=mesh))
-    return str(caught.value)
+def _abandoned_window(rank: int, world_size: int) -> torch.Tensor:
+    """A micro-batch whose window is given up must not enter the next step."""
+    model = fully_shard(nn.Linear(4, 2, bias=False), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=HSDP))
+    FSDPReduceScatter().install(model)
+    model.set_requires_all_reduce(False)
+    model(torch.ones(1, 4)).sum().backward()
+    model.reset_iter_state()
+    model.set_requires_all_reduce(True)
+    model(torch.ones(1, 4)).sum().backward()
+    return model.weight.grad.full_tensor()
 
 
-def test_torchs_own_hsdp_is_refused_with_the_way_to_go() -> None:
-    for message in run_processes(_native_hsdp, 2):
-        assert "parameter weight is replicated over a dimension of its mesh" in message and "over=" in message
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13 or later")
+def test_hsdp_forgets_a_window_that_torch_forgets() -> None:
+    for grad in run_processes(_abandoned_window, 4):
+        assert bits.equal(grad, torch.full((2, 4), 4.0))
+
+
+def _one_shard(rank: int, world_size: int) -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=HSDP)
+    model = fully_shard(nn.Linear(4, 2, bias=False), mesh=mesh["shard"])
+    FSDPReduceScatter(scale=0.5, over=dist.group.WORLD).install(model)
+    model(torch.full((1, 4), [1e8, 1.0, -1e8, 1.0][rank])).sum().backward()
+    return model.weight.grad.full_tensor()
+
+
+def test_replicas_of_a_single_shard() -> None:
+    for grad in run_processes(_one_shard, 4):
+        assert bits.equal(grad, torch.full((2, 4), 0.5))
+
+
+def _unsuitable_meshes(rank: int, world_size: int) -> list[str]:
+    messages = []
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for shape, over in (((4, 1), None), ((2, 2), groups[rank // 2])):
+        model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", shape, mesh_dim_names=HSDP))
+        with pytest.raises(ValueError) as caught:
+            FSDPReduceScatter(over=over).install(model)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_meshes_that_do_not_fit_are_refused_with_the_way_to_go() -> None:
+    for one_shard, other_group in run_processes(_unsuitable_meshes, 4):
+        assert "weight has 4 replicas" in one_shard and "one shard each" in one_shard and "over=" in one_shard
+        assert "2 replicas" in other_group and "group of these 4 processes (over=...), and has one of 2" in other_group
     with pytest.raises(ValueError, match="model: Linear has no FSDPModule"):
         FSDPReduceScatter().install(nn.Linear(2, 2))
 
