@@ -13,25 +13,24 @@ const void* carry_of(const TensorView& carry, const SumArgs& args) {
   const DType accumulator = !is_floating(args.in_dtype)        ? DType::kInt64
                             : args.in_dtype == DType::kFloat64 ? DType::kFloat64
                                                                : DType::kFloat32;
-  STD_TORCH_CHECK(dtype_of(carry) == accumulator && Device::owns(carry), "shardsum: carry is not of accumulators");
-  STD_TORCH_CHECK(carry.is_contiguous() && carry.width(0) == args.size * args.width,
-                  "shardsum: carry does not fit out");
+  SHARDSUM_CHECK(dtype_of(carry) == accumulator && Device::owns(carry), "carry is not of accumulators");
+  SHARDSUM_CHECK(carry.is_contiguous() && carry.width(0) == args.size * args.width, "carry does not fit out");
   return carry.data();
 }
 
 template <class Device>
 void sum_row_list(const TensorView& out, const std::optional<TensorArg>& carry, TensorListArg& rows,
                   const IntListArg& starts, const Finish& finish) {
-  STD_TORCH_CHECK(rows.size() > 0 && starts.size() == rows.size(), "shardsum: rows and starts differ in number");
+  SHARDSUM_CHECK(rows.size() > 0 && starts.size() == rows.size(), "rows and starts differ in number");
   SumArgs args = describe(out, rows[0], rows.size(), finish);
   if (carry) args.carry = carry_of<Device>(carry->view(), args);
   const int32_t dtype = rows[0].dtype_code();
   Table<Row> table(rows.size());
   for (int64_t r = 0; r < rows.size(); ++r) {
     const TensorView row = rows[r];
-    STD_TORCH_CHECK(row.dim() >= 1 && row.width() == args.width && row.dtype_code() == dtype && Device::owns(row),
-                    "shardsum: row ", r, " differs from the others in trailing shape, dtype or device");
-    STD_TORCH_CHECK(row.is_contiguous(), "shardsum: row ", r, " is not contiguous");
+    SHARDSUM_CHECK(row.dim() >= 1 && row.width() == args.width && row.dtype_code() == dtype && Device::owns(row),
+                   "row ", r, " differs from the others in trailing shape, dtype or device");
+    SHARDSUM_CHECK(row.is_contiguous(), "row ", r, " is not contiguous");
     table[r] = clip(row.data(), starts[r], row.size(0), args);
   }
   if (args.size * args.width > 0) Device(out).sum_rows(args, table.data());
@@ -55,7 +54,7 @@ void sum_rows_carry(StableIValue* stack, uint64_t, uint64_t) {
   const IntListArg starts(stack[3]);
   const int64_t carried = torch::stable::detail::to<int64_t>(stack[4]);
   Finish finish = take_mean_and_scale(stack + 5);
-  STD_TORCH_CHECK(carried >= 0 && carried <= INT32_MAX, "shardsum: ", carried, " carried contributions");
+  SHARDSUM_CHECK(carried >= 0 && carried <= INT32_MAX, carried, " carried contributions");
   finish.carried = static_cast<int32_t>(carried);
   sum_row_list<Device>(out.view(), carry, rows, starts, finish);
 }
@@ -70,15 +69,15 @@ DevicePaddedArgs describe_device_rows(const TensorView& out, const TensorView& x
   DevicePaddedArgs d{describe(out, x, x.size(0), finish), {}};
   check_padded(x, d.args);
   const int32_t code = lengths.dtype_code();
-  STD_TORCH_CHECK(code == aoti_torch_dtype_int64() || code == aoti_torch_dtype_int32(),
-                  "shardsum: lengths are neither int32 nor int64");
-  STD_TORCH_CHECK(lengths.dim() == 1 && lengths.size(0) == x.size(0) && lengths.is_contiguous(),
-                  "shardsum: lengths are not one contiguous value a row");
+  SHARDSUM_CHECK(code == aoti_torch_dtype_int64() || code == aoti_torch_dtype_int32(),
+                 "lengths are neither int32 nor int64");
+  SHARDSUM_CHECK(lengths.dim() == 1 && lengths.size(0) == x.size(0) && lengths.is_contiguous(),
+                 "lengths are not one contiguous value a row");
   d.rows = {x.data(), x.stride(0), x.size(1), lengths.data(), nullptr, code == aoti_torch_dtype_int64()};
   if (starts) {
     const TensorView s = starts->view();
-    STD_TORCH_CHECK(s.dtype_code() == code && s.dim() == 1 && s.size(0) == x.size(0) && s.is_contiguous(),
-                    "shardsum: starts differ from lengths in dtype, shape or layout");
+    SHARDSUM_CHECK(s.dtype_code() == code && s.dim() == 1 && s.size(0) == x.size(0) && s.is_contiguous(),
+                   "starts differ from lengths in dtype, shape or layout");
     d.rows.starts = s.data();
   }
   return d;
@@ -116,9 +115,9 @@ void sum_padded_device(StableIValue* stack, uint64_t, uint64_t) {
 
   const TensorView out = out_arg.view(), lengths = lengths_arg.view();
   const DevicePaddedArgs d = describe_device_rows(out, x_arg.view(), lengths, starts, finish);
-  STD_TORCH_CHECK(Device::owns(out) && Device::owns(x_arg.view()) && Device::owns(lengths) &&
-                      (!starts || Device::owns(starts->view())),
-                  "shardsum: out, x, starts and lengths are on different devices");
+  SHARDSUM_CHECK(Device::owns(out) && Device::owns(x_arg.view()) && Device::owns(lengths) &&
+                     (!starts || Device::owns(starts->view())),
+                 "out, x, starts and lengths are on different devices");
   if (d.args.size * d.args.width > 0) sum_device_rows(Device(out), d);
 }
 

@@ -10,13 +10,12 @@
 #include <cstdint>
 #include <optional>
 
+#include "check.h"
 #include "table.h"
 
 namespace shardsum {
 
-inline void check(AOTITorchError code, const char* what) {
-  STD_TORCH_CHECK(code == TORCH_SUCCESS, "shardsum: ", what, " failed");
-}
+inline void check(AOTITorchError code, const char* what) { SHARDSUM_CHECK(code == TORCH_SUCCESS, what, " failed"); }
 
 // What the kernels need to know of one tensor; borrowed.
 class TensorView {

@@ -1,8 +1,8 @@
 // The operators sum_plan of shardsum/local/kernels.py: one sum as a plan describes it.
 //
 // A plan is a CPU int64 tensor that shardsum/local/plan.py makes and checks once: everything about a sum but its
-// tensors. The operators check what depends on the tensors: no call reads or writes foreign memory, and none is answered
-// with another sum than the plan's. What they refuse (RuntimeError) Python looks at again and names.
+// tensors. The operators check what depends on the tensors: no call reads or writes foreign memory, and none is
+// answered with another sum than the plan's. What they refuse (RuntimeError) Python looks at again and names.
 #pragma once
 #include <cmath>
 #include <deque>
@@ -38,15 +38,15 @@ class SumPlan {
  public:
   explicit SumPlan(const TensorView& plan) {
     constexpr int64_t kWords = sizeof(PlanHeader) / sizeof(int64_t), kRowWords = sizeof(PlanRow) / sizeof(int64_t);
-    STD_TORCH_CHECK(Cpu::owns(plan) && plan.dtype_code() == aoti_torch_dtype_int64() && plan.dim() == 1 &&
-                        plan.is_contiguous() && plan.size(0) >= kWords,
-                    "shardsum: this is not a plan");
+    SHARDSUM_CHECK(Cpu::owns(plan) && plan.dtype_code() == aoti_torch_dtype_int64() && plan.dim() == 1 &&
+                       plan.is_contiguous() && plan.size(0) >= kWords,
+                   "this is not a plan");
     const auto* words = static_cast<const int64_t*>(plan.data());
     __builtin_memcpy(&header_, words, sizeof(header_));
-    STD_TORCH_CHECK(header_.version == kPlanVersion, "shardsum: this plan is of another version of the library");
+    SHARDSUM_CHECK(header_.version == kPlanVersion, "this plan is of another version of the library");
     const int64_t row_words = plan.size(0) - kWords;
-    STD_TORCH_CHECK(row_words % kRowWords == 0 && header_.num_rows == row_words / kRowWords,
-                    "shardsum: the plan has another number of rows than it says");
+    SHARDSUM_CHECK(row_words % kRowWords == 0 && header_.num_rows == row_words / kRowWords,
+                   "the plan has another number of rows than it says");
     rows_ = reinterpret_cast<const PlanRow*>(words + kWords);
   }
   bool has_rows() const { return header_.num_rows > 0; }
@@ -63,29 +63,27 @@ class SumPlan {
   }
 
   void check(const TensorView& shard, int64_t num_shards, int64_t longest) const {
-    STD_TORCH_CHECK(num_shards > 0 && (!has_rows() || num_shards == header_.num_rows),
-                    "shardsum: the plan is for another number of shards");
-    STD_TORCH_CHECK(header_.capacity < 0 || header_.capacity == longest,
-                    "shardsum: the plan is for shards of another number of rows");
+    SHARDSUM_CHECK(num_shards > 0 && (!has_rows() || num_shards == header_.num_rows),
+                   "the plan is for another number of shards");
+    SHARDSUM_CHECK(header_.capacity < 0 || header_.capacity == longest,
+                   "the plan is for shards of another number of rows");
     const DType dtype = dtype_of(shard);
-    STD_TORCH_CHECK(is_floating(dtype) || !(header_.mean || header_.has_scale),
-                    "shardsum: no mean or scale of integers");
+    SHARDSUM_CHECK(is_floating(dtype) || !(header_.mean || header_.has_scale), "no mean or scale of integers");
     const double scale = dtype == DType::kFloat64 ? header_.scale : static_cast<float>(header_.scale);
-    STD_TORCH_CHECK(std::isfinite(scale) || !std::isfinite(header_.scale),
-                    "shardsum: the scale is beyond the accumulator's dtype");
+    SHARDSUM_CHECK(std::isfinite(scale) || !std::isfinite(header_.scale),
+                   "the scale is beyond the accumulator's dtype");
   }
   void check_dtype(const TensorView& out) const {
-    STD_TORCH_CHECK(header_.out_dtype < 0 || out.dtype_code() == dtype_code(header_.out_dtype),
-                    "shardsum: out has another dtype than the plan's");
+    SHARDSUM_CHECK(header_.out_dtype < 0 || out.dtype_code() == dtype_code(header_.out_dtype),
+                   "out has another dtype than the plan's");
   }
 
   // Row r of the sum, from a shard of `capacity` rows at `data`.
   Row row(int64_t r, const void* data, int64_t capacity, const SumArgs& args) const {
     const PlanRow row = has_rows() ? rows_[r] : PlanRow{0, 0, capacity};
-    STD_TORCH_CHECK(row.first >= 0 && row.length >= 0 && row.first <= capacity - row.length, "shardsum: shard ", r,
-                    " has fewer rows than the plan takes");
-    STD_TORCH_CHECK(row.start >= 0 && row.start <= args.size - row.length, "shardsum: shard ", r,
-                    " ends beyond the result");
+    SHARDSUM_CHECK(row.first >= 0 && row.length >= 0 && row.first <= capacity - row.length, "shard ", r,
+                   " has fewer rows than the plan takes");
+    SHARDSUM_CHECK(row.start >= 0 && row.start <= args.size - row.length, "shard ", r, " ends beyond the result");
     if (row.length == 0) return {nullptr, 0, 0};
     const char* at = static_cast<const char*>(data) + row.first * args.width * element_size(args.in_dtype);
     return {at, row.start * args.width, (row.start + row.length) * args.width};
@@ -129,7 +127,7 @@ struct PaddedShards {
   int64_t longest() const { return x.view().size(1); }
   void check() const {
     const TensorView view = x.view();
-    STD_TORCH_CHECK(Device::owns(view) && view.dim() >= 2, "shardsum: x is not (R, S_MAX, *F)");
+    SHARDSUM_CHECK(Device::owns(view) && view.dim() >= 2, "x is not (R, S_MAX, *F)");
   }
   bool apart(const TensorView& out) const { return !overlap(out, x.view()); }
   void sum(const SumPlan& plan, const TensorView& out, const SumArgs& args) {
@@ -157,14 +155,14 @@ struct ListedShards {
     return longest;
   }
   void check() const {
-    STD_TORCH_CHECK(count() > 0, "shardsum: no shards");
+    SHARDSUM_CHECK(count() > 0, "no shards");
     const TensorView first = like();
     for (int64_t r = 0; r < count(); ++r) {
       const TensorView shard = shards[r];
       bool same = shard.dim() >= 1 && shard.dim() == first.dim() && shard.dtype_code() == first.dtype_code() &&
                   Device::owns(shard) && shard.device_index() == first.device_index();
       for (int64_t d = 1; same && d < shard.dim(); ++d) same = shard.size(d) == first.size(d);
-      STD_TORCH_CHECK(same, "shardsum: shard ", r, " differs from the first in trailing shape, dtype or device");
+      SHARDSUM_CHECK(same, "shard ", r, " differs from the first in trailing shape, dtype or device");
     }
   }
   bool apart(const TensorView& out) const {
@@ -195,11 +193,11 @@ struct MaskedShards : PaddedShards<Device> {
   void sum(const SumPlan& plan, const TensorView& out, const SumArgs& args) {
     const TensorView view = this->x.contiguous_from(1), m = mask.contiguous_from(1);
     const bool bits = m.dtype_code() == aoti_torch_dtype_int32();
-    STD_TORCH_CHECK(bits || m.dtype_code() == aoti_torch_dtype_bool(), "shardsum: mask is neither bool nor int32");
-    STD_TORCH_CHECK(Device::owns(m) && m.device_index() == view.device_index(), "shardsum: mask is on another device");
-    STD_TORCH_CHECK(!plan.has_rows() && view.size(1) == args.size && m.dim() == 2 && m.size(0) == view.size(0) &&
-                        m.size(1) == (bits ? (args.size + 31) / 32 : args.size),
-                    "shardsum: mask does not fit x");
+    SHARDSUM_CHECK(bits || m.dtype_code() == aoti_torch_dtype_bool(), "mask is neither bool nor int32");
+    SHARDSUM_CHECK(Device::owns(m) && m.device_index() == view.device_index(), "mask is on another device");
+    SHARDSUM_CHECK(!plan.has_rows() && view.size(1) == args.size && m.dim() == 2 && m.size(0) == view.size(0) &&
+                       m.size(1) == (bits ? (args.size + 31) / 32 : args.size),
+                   "mask does not fit x");
     if (args.size * args.width > 0)
       Device(out).sum_masked(args, view.data(), view.stride(0), Mask{m.data(), m.stride(0), bits});
   }
@@ -215,11 +213,11 @@ inline StableIValue new_result(const TensorView& like, int64_t leading, int64_t 
 }
 
 inline void check_result(const TensorView& out, const TensorView& like, int64_t leading, int64_t size) {
-  STD_TORCH_CHECK(out.device_type() == like.device_type() && out.device_index() == like.device_index(),
-                  "shardsum: out is on another device");
+  SHARDSUM_CHECK(out.device_type() == like.device_type() && out.device_index() == like.device_index(),
+                 "out is on another device");
   bool same = out.dim() == 1 + like.dim() - leading && out.size(0) == size;
   for (int64_t d = 1; same && d < out.dim(); ++d) same = out.size(d) == like.size(leading + d - 1);
-  STD_TORCH_CHECK(same, "shardsum: out has another shape than the result");
+  SHARDSUM_CHECK(same, "out has another shape than the result");
 }
 
 // sum_plan(Tensor(a!) out, ..., Tensor plan) -> ()
@@ -235,7 +233,7 @@ void sum_plan(StableIValue* stack, uint64_t, uint64_t) {
   plan.check(like, shards.count(), longest);
   plan.check_dtype(out);
   check_result(out, like, Shards<Device>::kLeading, plan.size(longest));
-  STD_TORCH_CHECK(shards.apart(out), "shardsum: out shares memory with the shards");
+  SHARDSUM_CHECK(shards.apart(out), "out shares memory with the shards");
   shards.sum(plan, out, describe(out, like, shards.count(), plan.finish()));
 }
 
@@ -250,7 +248,7 @@ void sum_plan_new(StableIValue* stack, uint64_t, uint64_t) {
   const TensorView like = shards.like();
   const int64_t longest = shards.longest();
   plan.check(like, shards.count(), longest);
-  STD_TORCH_CHECK(!plan.accumulates(), "shardsum: nothing to add to");
+  SHARDSUM_CHECK(!plan.accumulates(), "nothing to add to");
   TensorArg out(new_result(like, Shards<Device>::kLeading, plan.size(longest), plan.out_dtype_code(like)));
   shards.sum(plan, out.view(), describe(out.view(), like, shards.count(), plan.finish()));
   stack[0] = out.release();

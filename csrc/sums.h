@@ -24,7 +24,7 @@ inline const std::array<int32_t, 10>& dtype_codes() {
 
 // `dtype`: a DType that was read from a plan.
 inline int32_t dtype_code(int64_t dtype) {
-  STD_TORCH_CHECK(dtype >= 0 && dtype < int64_t(dtype_codes().size()), "shardsum: not a dtype: ", dtype);
+  SHARDSUM_CHECK(dtype >= 0 && dtype < int64_t(dtype_codes().size()), "not a dtype: ", dtype);
   return dtype_codes()[dtype];
 }
 
@@ -32,7 +32,7 @@ inline DType dtype_of(const TensorView& tensor) {
   const int32_t code = tensor.dtype_code();
   const auto& codes = dtype_codes();
   const auto found = std::find(codes.begin(), codes.end(), code);
-  STD_TORCH_CHECK(found != codes.end(), "shardsum: dtype code ", code, " has no native kernel");
+  SHARDSUM_CHECK(found != codes.end(), "dtype code ", code, " has no native kernel");
   return static_cast<DType>(found - codes.begin());
 }
 
@@ -59,8 +59,8 @@ inline int32_t sum_dtype_code(const TensorView& x) {
 
 inline SumArgs describe(const TensorView& out, const TensorView& in, int64_t num_rows, const Finish& finish) {
   SumArgs args{dtype_of(in), dtype_of(out), num_rows};
-  STD_TORCH_CHECK(can_return(args.in_dtype, args.out_dtype), "shardsum: this pair of dtypes has no sum");
-  STD_TORCH_CHECK(out.dim() >= 1 && out.is_contiguous(), "shardsum: out is not contiguous");
+  SHARDSUM_CHECK(can_return(args.in_dtype, args.out_dtype), "this pair of dtypes has no sum");
+  SHARDSUM_CHECK(out.dim() >= 1 && out.is_contiguous(), "out is not contiguous");
   args.size = out.size(0);
   args.width = out.width();
   args.out = out.mutable_data();
@@ -96,8 +96,8 @@ inline Row clip(const void* data, int64_t start, int64_t length, const SumArgs& 
 }
 
 inline void check_padded(const TensorView& x, const SumArgs& args) {
-  STD_TORCH_CHECK(x.dim() >= 2 && x.width(2) == args.width, "shardsum: x and out differ in their trailing shape");
-  STD_TORCH_CHECK(x.is_contiguous_from(1), "shardsum: x[r] is not contiguous");
+  SHARDSUM_CHECK(x.dim() >= 2 && x.width(2) == args.width, "x and out differ in their trailing shape");
+  SHARDSUM_CHECK(x.is_contiguous_from(1), "x[r] is not contiguous");
 }
 
 // A new contiguous tensor of the shape sizes[0..dim) on the device of x.
@@ -149,7 +149,7 @@ class Cuda {
   }
 
  private:
-  static void launched(int error) { STD_TORCH_CHECK(error == 0, "shardsum: CUDA error ", error, " at a launch"); }
+  static void launched(int error) { SHARDSUM_CHECK(error == 0, "CUDA error ", error, " at a launch"); }
 
   // From the caching allocator on the current stream: freed at the end of the scope, reused in stream order.
   void* workspace(const SumArgs& args) {

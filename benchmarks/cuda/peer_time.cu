@@ -151,7 +151,8 @@ PeerCall describe_call(const std::vector<Process>& all, int g, const Variant& v,
   c.num_blocks = int(std::min<int64_t>(v.blocks, tiles)), c.max_blocks = kMaxBlocks;
   c.tiles_per_piece = v.tiles && !push ? v.tiles : int((tiles + c.num_blocks - 1) / c.num_blocks);
   c.num_threads = v.threads, c.producer_warps = v.producers, c.write = v.is("write");
-  for (int q = 0; q < 2; ++q) c.base[q] = all[q].block, c.owner[q] = c.slot[q] = uint8_t(q), c.need_end[q] = uint32_t(c.size);
+  for (int q = 0; q < 2; ++q)
+    c.base[q] = all[q].block, c.owner[q] = c.slot[q] = uint8_t(q), c.need_end[q] = uint32_t(c.size);
   c.stages_at = stages_at(), c.abort_at = abort_at(), c.staging_at = push ? inbox_at() : staging_at();
   c.row_bytes = kMost + 256, c.staging_bytes = 2 * c.row_bytes;
   c.control = p.control, c.failure = p.failure, c.timeout_ns = 2'000'000'000;

@@ -1,11 +1,11 @@
 // The operators of shardsum/transports/peer/operators.py: calls over peer memory, described by plans. Protocol:
 // docs/engineering/peer.md.
 //
-// peer_run takes any number of rows, with bounds on the host or on the device, and reads its plan word by word (plan.h).
-// peer_bind makes of such a plan, for one row and one output with bounds that do not change, the plan of peer_call and
-// peer_call_new: all that is common to such calls, ready to launch, in the memory of a CPU int64 tensor. These check
-// their tensors against it and set addresses, nothing else. They are built for the CPU as well, where all checks are
-// made and nothing can be launched.
+// peer_run takes any number of rows, with bounds on the host or on the device, and reads its plan word by word
+// (plan.h). peer_bind makes of such a plan, for one row and one output with bounds that do not change, the plan of
+// peer_call and peer_call_new: all that is common to such calls, ready to launch, in the memory of a CPU int64 tensor.
+// These check their tensors against it and set addresses, nothing else. They are built for the CPU as well, where all
+// checks are made and nothing can be launched.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -29,7 +29,7 @@ class Words {
   explicit Words(const TensorView& plan)
       : next_(static_cast<const int64_t*>(plan.data())), end_(next_ + plan.size(0)) {}
   int64_t take() {
-    STD_TORCH_CHECK(next_ < end_, "shardsum: the plan is too short");
+    SHARDSUM_CHECK(next_ < end_, "the plan is too short");
     return *next_++;
   }
   template <class T>
@@ -53,10 +53,10 @@ bool is_plan_tensor(const TensorView& t) {
 }
 
 Plan read_whole_plan(const TensorView& tensor) {
-  STD_TORCH_CHECK(is_plan_tensor(tensor), "shardsum: a plan is a contiguous CPU int64 tensor of one dimension");
+  SHARDSUM_CHECK(is_plan_tensor(tensor), "a plan is a contiguous CPU int64 tensor of one dimension");
   Words w(tensor);
   const Plan plan = read_plan(w);
-  STD_TORCH_CHECK(w.at_end(), "shardsum: the plan is too long");
+  SHARDSUM_CHECK(w.at_end(), "the plan is too long");
   return plan;
 }
 
@@ -66,9 +66,9 @@ int64_t bytes_from(const TensorView& tensor, int64_t leading) {
 
 void set_source(PeerCall& c, int i, const TensorView& shard, int64_t start, int64_t length) {
   PeerSource& s = c.sources[i];
-  STD_TORCH_CHECK(shard.dim() >= 1 && shard.is_contiguous() && bytes_from(shard, 1) == c.width * c.in_bytes,
-                  "shardsum: shard ", i, " does not fit the plan");
-  STD_TORCH_CHECK(start >= 0 && length >= 0 && length <= shard.size(0), "shardsum: bounds of shard ", i);
+  SHARDSUM_CHECK(shard.dim() >= 1 && shard.is_contiguous() && bytes_from(shard, 1) == c.width * c.in_bytes, "shard ", i,
+                 " does not fit the plan");
+  SHARDSUM_CHECK(start >= 0 && length >= 0 && length <= shard.size(0), "bounds of shard ", i);
   s.start = static_cast<uint32_t>(start);
   s.length = static_cast<uint32_t>(length);
   s.data = shard.data(), s.capacity = static_cast<uint32_t>(shard.size(0));
@@ -76,8 +76,8 @@ void set_source(PeerCall& c, int i, const TensorView& shard, int64_t start, int6
 
 void set_output(PeerCall& c, int q, const TensorView& out) {
   const int64_t length = int64_t{c.outputs[q].end} - c.outputs[q].begin;
-  STD_TORCH_CHECK(out.is_contiguous() && bytes_from(out, 0) == length * c.width * c.out_bytes, "shardsum: output ", q,
-                  " does not fit the plan");
+  SHARDSUM_CHECK(out.is_contiguous() && bytes_from(out, 0) == length * c.width * c.out_bytes, "output ", q,
+                 " does not fit the plan");
   c.outputs[q].data = out.mutable_data();
 }
 
@@ -85,25 +85,25 @@ void set_output(PeerCall& c, int q, const TensorView& out) {
 void enqueue(Plan& plan, int32_t device, bool& launched) {
 #ifdef SHARDSUM_WITH_CUDA
   int current = -1;
-  STD_TORCH_CHECK(current_cuda_device(&current) == 0, "shardsum: no current CUDA device");
+  SHARDSUM_CHECK(current_cuda_device(&current) == 0, "no current CUDA device");
   std::optional<torch::stable::accelerator::DeviceGuard> guard;
   if (current != device) guard.emplace(device);
   void* stream = nullptr;
   check(aoti_torch_get_current_cuda_stream(device, &stream), "current CUDA stream");
   const int error = peer_enqueue(plan.call, plan.chunk_elements, plan.warm, *plan.host, stream);
-  STD_TORCH_CHECK(error != kPeerNotWarm,
-                  "shardsum: a call over peer memory can be captured in a CUDA graph once it has run before with the "
-                  "same signature, on every process; make one eager call first");
+  SHARDSUM_CHECK(error != kPeerNotWarm,
+                 "a call over peer memory can be captured in a CUDA graph once it has run before with the "
+                 "same signature, on every process; make one eager call first");
   launched = true;
-  STD_TORCH_CHECK(error == 0, "shardsum: CUDA error ", error, " at a launch over peer memory");
+  SHARDSUM_CHECK(error == 0, "CUDA error ", error, " at a launch over peer memory");
   plan.warm = true;
 #else
-  STD_TORCH_CHECK(false, "shardsum: this library was built without CUDA");
+  SHARDSUM_CHECK(false, "this library was built without CUDA");
 #endif
 }
 
 void check_alive(const PeerCall& call) {
-  STD_TORCH_CHECK(call.failure->kind == 0, "shardsum: the peer transport of this group has failed");
+  SHARDSUM_CHECK(call.failure->kind == 0, "the peer transport of this group has failed");
 }
 
 // ---- one row, one output, bounds that do not change
@@ -112,22 +112,22 @@ struct BoundPlan {
   int64_t version = kPlanVersion;
   int64_t* state;  // of the group; or null
   int64_t device_type, device;
-  int64_t dtype, out_dtype;         // PyTorch's
-  int64_t dim;                      // of both tensors: (positions, *row)
-  int64_t row[kMaxRowDims];         // dim - 1 sizes
-  int64_t positions, out_positions; // of the row, at least; of the output
+  int64_t dtype, out_dtype;          // PyTorch's
+  int64_t dim;                       // of both tensors: (positions, *row)
+  int64_t row[kMaxRowDims];          // dim - 1 sizes
+  int64_t positions, out_positions;  // of the row, at least; of the output
   Plan plan;
 };
 static_assert(sizeof(BoundPlan) % sizeof(int64_t) == 0 && std::is_trivially_copyable_v<BoundPlan>);
 constexpr int64_t kBoundWords = sizeof(BoundPlan) / sizeof(int64_t);
 
 void set_row_shape(BoundPlan& b, const IntListArg& row) {
-  STD_TORCH_CHECK(row.size() <= kMaxRowDims, "shardsum: a position of ", row.size(), " dimensions cannot be bound");
+  SHARDSUM_CHECK(row.size() <= kMaxRowDims, "a position of ", row.size(), " dimensions cannot be bound");
   int64_t width = 1;
   for (int64_t d = 0; d < row.size(); ++d) width *= b.row[d] = row[d];
   b.dim = row.size() + 1;
   const int64_t row_bytes = width * static_cast<int64_t>(aoti_torch_dtype_element_size(b.dtype));
-  STD_TORCH_CHECK(row_bytes == b.plan.call.width * b.plan.call.in_bytes, "shardsum: the plan has another row shape");
+  SHARDSUM_CHECK(row_bytes == b.plan.call.width * b.plan.call.in_bytes, "the plan has another row shape");
 }
 
 // peer_bind(Tensor plan, int[] bounds, int[] row_shape, Tensor shard, Tensor out, int state) -> Tensor
@@ -139,9 +139,9 @@ void peer_bind(StableIValue* stack, uint64_t, uint64_t) {
   BoundPlan b{};
   b.plan = read_whole_plan(tensor.view());
   PeerCall& c = b.plan.call;
-  STD_TORCH_CHECK(c.num_sources == 1 && c.num_outputs == 1, "shardsum: the plan has several rows");
-  STD_TORCH_CHECK(bounds.size() == 2 && bounds[0] >= 0 && bounds[1] >= 0 && bounds[0] + bounds[1] <= c.size,
-                  "shardsum: bounds of the shard");
+  SHARDSUM_CHECK(c.num_sources == 1 && c.num_outputs == 1, "the plan has several rows");
+  SHARDSUM_CHECK(bounds.size() == 2 && bounds[0] >= 0 && bounds[1] >= 0 && bounds[0] + bounds[1] <= c.size,
+                 "bounds of the shard");
   b.state = reinterpret_cast<int64_t*>(torch::stable::detail::to<int64_t>(stack[5]));
   b.device_type = shard.device_type(), b.device = shard.device_index();
   b.dtype = shard.dtype_code(), b.out_dtype = out_arg.view().dtype_code();
@@ -161,37 +161,35 @@ void peer_bind(StableIValue* stack, uint64_t, uint64_t) {
 
 BoundPlan& bound_plan(const TensorArg& arg) {
   const TensorView tensor = arg.view();
-  STD_TORCH_CHECK(is_plan_tensor(tensor) && tensor.size(0) == kBoundWords, "shardsum: plan is not one of peer_bind");
+  SHARDSUM_CHECK(is_plan_tensor(tensor) && tensor.size(0) == kBoundWords, "plan is not one of peer_bind");
   auto& b = *static_cast<BoundPlan*>(tensor.mutable_data());
-  STD_TORCH_CHECK(b.version == kPlanVersion, "shardsum: this plan is of another version of the library");
+  SHARDSUM_CHECK(b.version == kPlanVersion, "this plan is of another version of the library");
   return b;
 }
 
 void check_state(const BoundPlan& b) {
   if (b.state == nullptr) return;
-  STD_TORCH_CHECK((*b.state & kStateFailed) == 0, "shardsum: the group has failed or was closed");
-  STD_TORCH_CHECK((*b.state & kStateWary) == 0, "shardsum: the group has a call that is open or must be compared");
+  SHARDSUM_CHECK((*b.state & kStateFailed) == 0, "the group has failed or was closed");
+  SHARDSUM_CHECK((*b.state & kStateWary) == 0, "the group has a call that is open or must be compared");
 }
 
 void check_fits(const BoundPlan& b, const TensorView& t, int64_t dtype, const char* name) {
-  STD_TORCH_CHECK(t.device_type() == b.device_type && t.device_index() == b.device, "shardsum: ", name,
-                  " is not on the device of its plan");
-  STD_TORCH_CHECK(t.dtype_code() == dtype, "shardsum: ", name, " has another dtype than its plan");
-  STD_TORCH_CHECK(t.dim() == b.dim && std::equal(t.sizes() + 1, t.sizes() + t.dim(), b.row), "shardsum: ", name,
-                  " has another shape than its plan");
-  STD_TORCH_CHECK(t.is_contiguous(), "shardsum: ", name, " is not contiguous");
+  SHARDSUM_CHECK(t.device_type() == b.device_type && t.device_index() == b.device, name,
+                 " is not on the device of its plan");
+  SHARDSUM_CHECK(t.dtype_code() == dtype, name, " has another dtype than its plan");
+  SHARDSUM_CHECK(t.dim() == b.dim && std::equal(t.sizes() + 1, t.sizes() + t.dim(), b.row), name,
+                 " has another shape than its plan");
+  SHARDSUM_CHECK(t.is_contiguous(), name, " is not contiguous");
 }
 
 void check_shard(const BoundPlan& b, const TensorView& shard) {
   check_fits(b, shard, b.dtype, "shard");
-  STD_TORCH_CHECK(shard.size(0) >= b.positions, "shardsum: shard has ", shard.size(0), " positions, its plan ",
-                  b.positions);
+  SHARDSUM_CHECK(shard.size(0) >= b.positions, "shard has ", shard.size(0), " positions, its plan ", b.positions);
 }
 
 void check_out(const BoundPlan& b, const TensorView& out) {
   check_fits(b, out, b.out_dtype, "out");
-  STD_TORCH_CHECK(out.size(0) == b.out_positions, "shardsum: out has ", out.size(0), " positions, its plan ",
-                  b.out_positions);
+  SHARDSUM_CHECK(out.size(0) == b.out_positions, "out has ", out.size(0), " positions, its plan ", b.out_positions);
 }
 
 // Sets the addresses, launches and counts the call.
@@ -199,10 +197,10 @@ void launch(BoundPlan& b, const TensorView& out, const TensorView& shard) {
   PeerCall& c = b.plan.call;
   const void* data = shard.data();
   c.outputs[0].data = out.mutable_data();
-  STD_TORCH_CHECK(!overlap(data, shard.size(0) * c.width * c.in_bytes, c.outputs[0].data,
-                           out.size(0) * c.width * c.out_bytes),
-                  "shardsum: out shares memory with shard");
-  STD_TORCH_CHECK(b.device_type != aoti_torch_device_type_cpu(), "shardsum: peer memory is memory of GPUs");
+  SHARDSUM_CHECK(
+      !overlap(data, shard.size(0) * c.width * c.in_bytes, c.outputs[0].data, out.size(0) * c.width * c.out_bytes),
+      "out shares memory with shard");
+  SHARDSUM_CHECK(b.device_type != aoti_torch_device_type_cpu(), "peer memory is memory of GPUs");
   const bool dead = c.failure->kind != 0;
   if (dead && b.state != nullptr) *b.state |= kStateFailed;
   check_alive(c);
@@ -250,9 +248,9 @@ const void* device_bounds(const std::optional<TensorArg>& values, PeerCall& c) {
   const TensorView view = values->view();
   const int32_t code = view.dtype_code();
   c.index64 = code == aoti_torch_dtype_int64();
-  STD_TORCH_CHECK(c.index64 || code == aoti_torch_dtype_int32(), "shardsum: lengths are neither int32 nor int64");
-  STD_TORCH_CHECK(view.is_contiguous() && view.width(0) == c.num_sources, "shardsum: one length a shard");
-  STD_TORCH_CHECK(view.device_type() == aoti_torch_device_type_cuda(), "shardsum: lengths are not on the device");
+  SHARDSUM_CHECK(c.index64 || code == aoti_torch_dtype_int32(), "lengths are neither int32 nor int64");
+  SHARDSUM_CHECK(view.is_contiguous() && view.width(0) == c.num_sources, "one length a shard");
+  SHARDSUM_CHECK(view.device_type() == aoti_torch_device_type_cuda(), "lengths are not on the device");
   return view.data();
 }
 
@@ -268,10 +266,10 @@ void peer_run(StableIValue* stack, uint64_t, uint64_t) {
   Plan plan = read_whole_plan(tensor.view());
   PeerCall& c = plan.call;
   c.number = static_cast<uint32_t>(torch::stable::detail::to<int64_t>(stack[5]));
-  STD_TORCH_CHECK(shards.size() == c.num_sources && outs.size() == c.num_outputs, "shardsum: the plan has other rows");
+  SHARDSUM_CHECK(shards.size() == c.num_sources && outs.size() == c.num_outputs, "the plan has other rows");
   c.device_starts = device_bounds(starts, c);
   c.device_lengths = device_bounds(lengths, c);
-  STD_TORCH_CHECK(c.device_lengths || bounds.size() == 2 * c.num_sources, "shardsum: start and length of each shard");
+  SHARDSUM_CHECK(c.device_lengths || bounds.size() == 2 * c.num_sources, "start and length of each shard");
   for (int i = 0; i < c.num_sources; ++i) {
     const bool on_device = c.device_lengths != nullptr;
     set_source(c, i, shards[i], on_device ? 0 : bounds[2 * i], on_device ? 0 : bounds[2 * i + 1]);
@@ -306,22 +304,14 @@ STABLE_TORCH_LIBRARY_IMPL(shardsum, CUDA, m) {
 extern "C" __attribute__((visibility("default"), used)) int64_t shardsum_peer_constant(const char* name) {
   using namespace shardsum;
   const std::pair<const char*, int64_t> constants[] = {
-      {"plan_version", kPlanVersion},
-      {"max_ranks", kPeerMaxRanks},
-      {"max_hosted", kPeerMaxHosted},
-      {"max_row_dims", kMaxRowDims},
-      {"state_failed", kStateFailed},
-      {"state_wary", kStateWary},
-      {"state_number", kStateNumber},
-      {"float16", int64_t(DType::kFloat16)},
-      {"bfloat16", int64_t(DType::kBFloat16)},
-      {"float32", int64_t(DType::kFloat32)},
-      {"float64", int64_t(DType::kFloat64)},
-      {"uint8", int64_t(DType::kUInt8)},
-      {"int8", int64_t(DType::kInt8)},
-      {"int16", int64_t(DType::kInt16)},
-      {"int32", int64_t(DType::kInt32)},
-      {"int64", int64_t(DType::kInt64)},
+      {"plan_version", kPlanVersion},          {"max_ranks", kPeerMaxRanks},
+      {"max_hosted", kPeerMaxHosted},          {"max_row_dims", kMaxRowDims},
+      {"state_failed", kStateFailed},          {"state_wary", kStateWary},
+      {"state_number", kStateNumber},          {"float16", int64_t(DType::kFloat16)},
+      {"bfloat16", int64_t(DType::kBFloat16)}, {"float32", int64_t(DType::kFloat32)},
+      {"float64", int64_t(DType::kFloat64)},   {"uint8", int64_t(DType::kUInt8)},
+      {"int8", int64_t(DType::kInt8)},         {"int16", int64_t(DType::kInt16)},
+      {"int32", int64_t(DType::kInt32)},       {"int64", int64_t(DType::kInt64)},
       {"bool", int64_t(DType::kBool)},
   };
   for (const auto& [known, value] : constants)

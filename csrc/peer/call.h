@@ -40,7 +40,10 @@ struct alignas(8) PeerControl {  // device memory of one process, zeroed at set-
 };
 
 // In pinned host memory, zeroed at set-up; kind is written last.
-enum FailureKind { kPeerAbsent = 1, kPeerDiffers = 2 };  // `reporter` timed out waiting for `process`; it is in another call
+enum FailureKind {
+  kPeerAbsent = 1,
+  kPeerDiffers = 2
+};  // `reporter` timed out waiting for `process`; it is in another call
 struct PeerFailure {
   int64_t kind;  // 0: none
   int64_t process, block, epoch, reporter;

@@ -1,6 +1,7 @@
 // A call over peer memory as Python describes it: words of 64 bits, in the order in which `read_plan` takes them. They
 // say everything about the call but its tensors and the bounds of its rows.
 #pragma once
+#include "../check.h"
 #include "call.h"
 
 namespace shardsum {
@@ -53,8 +54,8 @@ template <class Words>
 void read_members(Words& w, PeerCall& c) {
   w.take(c.flag_ranks), w.take(c.num_ranks), w.take(c.num_processes), w.take(c.process), w.take(c.num_sources);
   w.take(c.num_outputs);
-  STD_TORCH_CHECK(c.num_ranks <= kPeerMaxRanks && c.num_processes <= kPeerMaxRanks, "shardsum: too many ranks");
-  STD_TORCH_CHECK(c.num_sources <= kPeerMaxHosted && c.num_outputs <= kPeerMaxHosted, "shardsum: too many rows");
+  SHARDSUM_CHECK(c.num_ranks <= kPeerMaxRanks && c.num_processes <= kPeerMaxRanks, "too many ranks");
+  SHARDSUM_CHECK(c.num_sources <= kPeerMaxHosted && c.num_outputs <= kPeerMaxHosted, "too many rows");
   for (int g = 0; g < c.num_processes; ++g) w.take_pointer(c.base[g]);
   for (int r = 0; r < c.num_ranks; ++r) {
     w.take(c.owner[r]), w.take(c.place[r]), w.take(c.slot[r]);
@@ -67,7 +68,7 @@ void read_members(Words& w, PeerCall& c) {
 template <class Words>
 Plan read_plan(Words& w) {
   Plan plan;
-  STD_TORCH_CHECK(w.take() == kPlanVersion, "shardsum: this plan is of another version of the library");
+  SHARDSUM_CHECK(w.take() == kPlanVersion, "this plan is of another version of the library");
   w.take(plan.warm);
   w.take_pointer(plan.host);
   w.take(plan.chunk_elements);

@@ -87,7 +87,6 @@ struct Words {
     to = reinterpret_cast<T>(take());
   }
 };
-#define STD_TORCH_CHECK(condition, ...) REQUIRE(condition, "bad plan")
 }  // namespace
 }  // namespace shardsum
 #include "plan.h"  // read_plan
@@ -247,7 +246,8 @@ void make_other_call(bool number, uint32_t epoch) {
     const PeerCall& c = p.plan.call;
     for (threadIdx.x = 0; threadIdx.x < 32; ++threadIdx.x) await_bounds(c, p.s);
     bool awaits = false;
-    for (int r = 0; r < c.num_ranks; ++r) awaits |= c.owner[r] != c.process && (c.owner[r] == last || c.process == last);
+    for (int r = 0; r < c.num_ranks; ++r)
+      awaits |= c.owner[r] != c.process && (c.owner[r] == last || c.process == last);
     REQUIRE(p.s.dead == awaits, "another call is not noticed");
     if (!awaits) continue;
     const PeerFailure& f = p.failure;
