@@ -7,6 +7,7 @@ from .local.module import MaskedSum
 from .training import hooks
 from .training.attention import context_parallel_attention
 from .training.shard_group import ShardGroup
+from .training.show import show
 
 __all__ = [
     "MaskedSum",
@@ -17,5 +18,6 @@ __all__ = [
     "hooks",
     "masked_sum",
     "ragged_sum",
+    "show",
 ]
 __version__ = "0.1.0"

@@ -100,13 +100,13 @@ def test_public_names_are_in_the_reference() -> None:
 
 
 PUBLIC = [ShardGroup, Plan, shardsum.context_parallel_attention, shardsum.ragged_sum]
-PUBLIC += [shardsum.masked_sum, shardsum.MaskedSum, shardsum.first_difference, balanced_lengths]
+PUBLIC += [shardsum.show, shardsum.masked_sum, shardsum.MaskedSum, shardsum.first_difference, balanced_lengths]
 
 
 @pytest.mark.parametrize("subject", PUBLIC, ids=lambda subject: subject.__qualname__)
 def test_examples_of_docstrings(subject: Any) -> None:
     names = {name: getattr(shardsum, name) for name in shardsum.__all__}
-    names |= {"torch": torch, "partial": partial, "balanced_lengths": balanced_lengths}
+    names |= {"torch": torch, "shardsum": shardsum, "partial": partial, "balanced_lengths": balanced_lengths}
     methods = [m for kind in getattr(subject, "__mro__", ())[1:] for m in vars(kind).values() if callable(m)]
     said: list[str] = []
     ran = 0

@@ -8,7 +8,7 @@ from ..transports.domains import Domains
 from .routes import Route
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stats:
     """Bytes of the last collective.
 
@@ -26,15 +26,23 @@ class Stats:
         """Bytes on all wires together."""
         return sum(self.route.egress)
 
+    def __repr__(self) -> str:
+        return (
+            f"Stats(transport={self.route.transport!r}, sent={self.sent}, received={self.received}, total={self.total})"
+        )
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Explanation:
-    """What a call would do; ``print`` it."""
+    """What a call would do, to be read."""
 
     collective: str
     route: Route
     virtual_ranks_per_process: float
     domains: Domains
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         r = self.route

@@ -42,9 +42,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..core.text import brief
 from ..core.words import Check, Placement, TransportName
 from ..transports import costs as cost_tables
-from .collectives import Options
 from .construction import construct
 from .explain import Explanation, Stats
 from .methods import Collectives, HostLengths
@@ -123,8 +123,8 @@ class CollectiveGroup(Collectives):
     def __repr__(self) -> str:
         return (
             f"ShardGroup(num_virtual_ranks={self.num_virtual_ranks}, rank={self.rank}, world_size={self.world_size}, "
-            f"virtual_ranks={list(self.virtual_ranks)}, transport={self.transport!r}, device={self.device}"
-            + (f", domains={list(self.domains.of)})" if self.domains.count > 1 else ")")
+            f"virtual_ranks={brief(self.virtual_ranks)}, transport={self.transport!r}, device={self.device}"
+            + (f", domains={brief(self.domains.of)})" if self.domains.count > 1 else ")")
         )
 
     def close(self) -> None:
@@ -236,8 +236,20 @@ class CollectiveGroup(Collectives):
             size, row_shape (``F``), dtype, out_dtype: of the call.
             collective: "all_reduce", "reduce_scatter" or "all_gather".
         """
-        options = Options(size=size, out_dtype=out_dtype)
-        return self._planner.explain(collective, lengths, options, row_shape, dtype)
+        options = {name: value for name, value in (("size", size), ("out_dtype", out_dtype)) if value is not None}
+        return self.preview(collective, lengths, row_shape=row_shape, dtype=dtype, **options).explain()
+
+    def preview(
+        self,
+        collective: str,
+        lengths: Sequence[int] | None = None,
+        *,
+        row_shape: Sequence[int] = (),
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> Plan[Any]:
+        """What :meth:`plan` would return, for a look at it. Not collective; its calls would be compared first."""
+        return self._planner.preview(collective, lengths, options, row_shape, dtype)
 
     def check(self) -> None:
         """Raise RuntimeError when the group has failed (a process died, or a call timed out)."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from ..core.checks import needs_grad
 from ..core.layout import length
@@ -24,6 +25,7 @@ from .forms import deliver, fillable, is_single, movable, stack, traced
 from .handle import Handle, start_on_cpu, start_on_stream
 from .launching import launch
 from .padded import PaddedExchange, PreparedPadded
+from .ranges import name_of, range_of
 from .tensors import Tensors
 from .terms import Reduce, Terms
 
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     from .planner import Planner
 
 _is_compiling = torch.compiler.is_compiling
-
-
 #: What a list of shards gives: a Tensor (all_reduce, all_gather), or a list of them.
 R = TypeVar("R")
 
@@ -58,9 +58,9 @@ class Plan(Generic[R]):
     def __init__(self, planner: Planner, terms: Terms) -> None:
         self.terms, self._planner = terms, planner
         self.virtual_ranks = planner.virtual_ranks
-        self.device = planner.device
+        self.device, self.owners = planner.device, planner.owners
         layout = planner.executor.layout(terms)
-        rank = planner.rank
+        rank = self.rank = planner.rank
         self.bounds = [(layout.sources[r][0], length(layout.sources[r])) for r in layout.hosted_sources(rank)]
         self.tensors = Tensors(planner, terms, self.bounds, [layout.sinks[q] for q in layout.hosted_sinks(rank)])
         #: Where one row and one result of this process travel over peer memory: the operators' plan, after one call.
@@ -73,6 +73,9 @@ class Plan(Generic[R]):
         if self.terms.device_lengths:
             return PreparedPadded(self._planner.executor, self.terms)
         return self._planner.executor.prepare(self.terms, self.device.type)
+
+    #: What profiles call a call of this plan.
+    range_name = cached_property(name_of)
 
     # Calls
 
@@ -107,8 +110,11 @@ class Plan(Generic[R]):
             return self._traced(shards, out, lengths)
         return self.run_call(shards, out, lengths)
 
-    def run_call(self, shards: Shards, out: Any, lengths: Tensor | None) -> Any:
+    def run_call(self, shards: Shards, out: Any, lengths: Tensor | None, in_range: bool = False) -> Any:
         """An eager call."""
+        if profiler._is_profiler_enabled and not in_range:
+            with range_of(self):
+                return self.run_call(shards, out, lengths, True)
         planner, name = self._planner, self.terms.name
         planner.enter(name)
         try:  # as ``with planner.calling(name)``, in half the time
@@ -152,7 +158,7 @@ class Plan(Generic[R]):
             result = self._traced(shards, out, lengths)
             return Handle(lambda: result)
         planner, terms = self._planner, self.terms
-        with planner.calling(terms.name):
+        with planner.calling(terms.name), range_of(self):
             hosted, outs, given = self._check(shards, out, lengths)
             if needs_grad(hosted):
                 raise planner.refuse(terms.name, ValueError("async_op: not possible with shards that require grad"))
@@ -284,7 +290,7 @@ class Plan(Generic[R]):
             shards: valid rows or more of every hosted source; with lengths one stacked Tensor ``(k, S_MAX, *F)``.
         """
         planner, name = self._planner, self.terms.name
-        with planner.calling(name):
+        with planner.calling(name), range_of(self):
             hosted = list(shards[0].unbind(0)) if lengths is not None else shards
             try:
                 rows = self.tensors.take(hosted)

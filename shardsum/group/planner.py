@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.checks import as_ints, is_count
+from ..core.checks import is_count
 from . import autograd
 from .agreement import Agreement, Disagreement
 from .arguments import check_lengths, check_rows, classify_lengths
 from .calling import Calling
-from .collectives import Options, Setting, check_options, describe
+from .collectives import Setting, check_options, describe
 from .executor import Executor
-from .explain import Explanation, Stats
+from .explain import Stats
 from .plan import Plan
 from .terms import Terms
 
@@ -205,14 +205,7 @@ class Planner:
         """What ``group.plan`` returns; ``lengths`` are R ints, or S_MAX where they are on the device."""
         with self.calling(name):
             try:
-                checked = check_options(name, options)
-                setting = self.setting(tuple(row_shape), dtype)
-                if name != "exchange" and not isinstance(lengths, int):
-                    _, lengths = classify_lengths(lengths, self.num_virtual_ranks, (), self.device)
-                    if lengths is None:
-                        raise ValueError("lengths: a plan takes R ints, or s_max where lengths are on the device")
-                terms = describe(name, setting, lengths, checked)
-                self.check_values(terms)
+                terms = self._terms(name, lengths, options, row_shape, dtype)
             except Exception as error:
                 raise self.refuse(name, error) from error
             found = self._plans.get(terms)
@@ -222,14 +215,23 @@ class Planner:
                 found.mark_agreed(False)
             return found
 
-    def explain(
-        self, name: str, lengths: Any, options: Options, row_shape: Sequence[int], dtype: torch.dtype
-    ) -> Explanation:
-        """What ``group.explain`` returns. Not collective."""
-        values = as_ints("lengths", lengths, self.num_virtual_ranks)
-        terms = describe(name, self.setting(tuple(row_shape), dtype), values, options)
+    def preview(
+        self, name: str, lengths: Any, options: Mapping[str, Any], row_shape: Sequence[int], dtype: torch.dtype
+    ) -> Plan:
+        """The plan of a call that is not made. Not collective."""
+        return Plan(self, self._terms(name, lengths, options, row_shape, dtype))
+
+    def _terms(
+        self, name: str, lengths: Any, options: Mapping[str, Any], row_shape: Sequence[int], dtype: torch.dtype
+    ) -> Terms:
+        checked = check_options(name, options)
+        if name != "exchange" and not isinstance(lengths, int):
+            _, lengths = classify_lengths(lengths, self.num_virtual_ranks, (), self.device)
+            if lengths is None:
+                raise ValueError("lengths: a plan takes R ints, or s_max where lengths are on the device")
+        terms = describe(name, self.setting(tuple(row_shape), dtype), lengths, checked)
         self.check_values(terms)
-        return Plan(self, terms).explain()
+        return terms
 
     def find(self, terms: Terms) -> Plan | None:
         """The plan of such terms, where there is one."""

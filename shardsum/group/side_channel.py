@@ -9,7 +9,6 @@ between processes, and its threads and sockets would outlive the ShardGroup.
 from __future__ import annotations
 
 import contextlib
-import logging
 import pickle
 import secrets
 import threading
@@ -22,13 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ..core.log import log
 from ..transports import Stamp, TaggedWire, stamp
 from ..transports.store import BoundedStore, StoreGone, within
 from ..transports.tagged import OutOfStep
 from ..transports.watch import Board, Guard
 from ..transports.wire import Step
-
-logger = logging.getLogger("shardsum")
 
 LONGEST_PAUSE_S = 0.02
 _BEAT_S = 1.0
@@ -121,7 +119,7 @@ class SideChannel:
             while not done.wait(_BEAT_S):
                 count += 1
                 if count == 2:
-                    logger.warning("process %d: %s; the other processes wait for it", self.rank, what)
+                    log.warning("process %d: %s; the other processes wait for it", self.rank, what)
                 with contextlib.suppress(StoreGone):
                     self._members.set(key, str(count))
 

@@ -18,12 +18,12 @@ import ctypes
 import functools
 import os
 import threading
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ..core.log import log
 from . import recipe as recipes
 from .artifact import read_record
 from .builder import build as build_library
@@ -118,11 +118,7 @@ def note_fallback(device: torch.device) -> None:
 
 @functools.cache
 def _warn_of_fallback(reason: str) -> None:
-    warnings.warn(
-        f"shardsum sums CUDA tensors in plain torch (the same bits, slower), CPU tensors natively: {reason}",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    log.warning("shardsum sums CUDA tensors in plain torch (the same bits, slower), CPU tensors natively: %s", reason)
 
 
 def _load_once() -> bool:
@@ -143,9 +139,7 @@ def _load_once() -> bool:
                 raise RuntimeError(f"SHARDSUM_BACKEND=native, but {error}") from error
             reason = str(error)
             _status = Status("torch", None, False, "", reason)
-            warnings.warn(
-                f"shardsum runs in plain torch (the same bits, slower): {reason}", RuntimeWarning, stacklevel=2
-            )
+            log.warning("shardsum runs in plain torch (the same bits, slower): %s", reason)
             return False
     return True
 

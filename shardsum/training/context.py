@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ..core.text import brief
 from . import context_ops as ops
 from .context_checks import AttentionOptions, check_shapes, hosted_tensors
 from .context_kernels import has_lse, kernel_of
@@ -61,8 +62,8 @@ class ContextBatch:
 
     def __repr__(self) -> str:
         return (
-            f"ContextBatch({self.size} positions, {len(self.cu_seqlens) - 1} documents, lengths={self.lengths}, "
-            f"window={self.window}, work={self.work})"
+            f"ContextBatch({self.size} positions, {len(self.cu_seqlens) - 1} documents, "
+            f"lengths={brief(self.lengths)}, window={self.window}, work={brief(self.work)})"
         )
 
     # What the sequence is cut into

@@ -342,3 +342,30 @@ def wrapped_shards(rank: int, world_size: int) -> str:
 def test_a_wrapped_shard_is_refused_on_every_process() -> None:
     first, second = run_processes(wrapped_shards, 2)
     assert first == second
+
+
+def _profiled(rank: int, world_size: int) -> list[str]:
+    group = ShardGroup(4, transport="gather")
+    plan = group.plan("reduce_scatter", LENGTHS, row_shape=(3,), dtype=torch.float32, name="loss")
+    shards = [torch.ones(LENGTHS[v], 3, requires_grad=True) for v in group.virtual_ranks]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.cat(plan(shards)).sum().backward()
+        with torch.no_grad():
+            group.all_gather(shards, LENGTHS)
+            group.all_gather(shards, LENGTHS, async_op=True).wait()
+            torch.compile(plan, fullgraph=True, backend="eager")(shards)
+    sent = [plan.explain().route.egress[rank], plan.adjoint.explain().route.egress[rank]]
+    return [*map(str, sent), *sorted(e.key for e in profile.events() if e.key.startswith("shardsum."))]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_profiles_name_collective_transport_and_bytes(processes: int) -> None:
+    transport = "local" if processes == 1 else "gather"
+    for forward, backward, *found in run_processes(_profiled, processes):
+        gathers = [name for name in found if name.startswith(f"shardsum.all_gather ({transport}, sends ")]
+        assert len(gathers) == 2 and (forward != "0") == (processes > 1)
+        assert [name for name in found if name not in gathers] == [
+            f"shardsum.backward of reduce_scatter 'loss' ({transport}, sends {backward} bytes)",
+            f"shardsum.reduce_scatter 'loss' ({transport}, sends {forward} bytes)",
+            f"shardsum.reduce_scatter 'loss' ({transport}, sends {forward} bytes)",
+        ]
