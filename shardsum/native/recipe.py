@@ -28,7 +28,9 @@ _NVCC_FLAGS = (
     "-std=c++17", "-O3", "-fmad=false", "-ftz=false", "-prec-div=true", "-cudart", "static", "--threads", "0",
     "-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off",
 )  # fmt: skip
-_LINK_FLAGS = ("-shared", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL")
+_LINK_FLAGS = (
+    "-shared", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL",
+)  # fmt: skip
 _CUDA_LINK_FLAGS = ("-lcudart_static", "-lpthread", "-ldl", "-lrt")
 # cpu/kernels.cpp is compiled once for each of these; cpu/select.cpp picks one at run time.
 _ISA_FLAGS = {

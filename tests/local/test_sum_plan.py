@@ -136,9 +136,9 @@ def test_only_plans_are_plans() -> None:
     bad += [changed(0, 99), changed(8, 5), changed(8, -1), changed(8, 1 << 61), changed(3, 10), changed(3, 1 << 40)]
     bad += [changed(9 + k, n) for k in range(3) for n in (-1, 7, 1 << 62, -(1 << 63))]
     for words in bad:
-        with pytest.raises(RuntimeError, match="^shardsum: "):
+        with pytest.raises(RuntimeError, match=r"^shardsum: "):
             kernels.sum_plan_new(x, words)
-    with pytest.raises(RuntimeError, match="^shardsum: "):
+    with pytest.raises(RuntimeError, match=r"^shardsum: "):
         kernels._sum_plan_new(x, good[:-1])
 
 
