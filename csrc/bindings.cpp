@@ -132,6 +132,7 @@ void register_operators(torch::stable::detail::StableLibrary& m) {
   m.impl("sum_plan_new", &sum_plan_new<Device, PaddedShards>);
   m.impl("sum_plan_new.list", &sum_plan_new<Device, ListedShards>);
   m.impl("sum_plan_new.masked", &sum_plan_new<Device, MaskedShards>);
+  m.impl("spread_plan", &spread_plan<Device>);
 }
 
 }  // namespace

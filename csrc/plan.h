@@ -1,4 +1,4 @@
-// The operators sum_plan of shardsum/local/kernels.py: one sum as a plan describes it.
+// The operators sum_plan and spread_plan of shardsum/local/kernels.py: one sum as a plan describes it, and its adjoint.
 //
 // A plan is a CPU int64 tensor that shardsum/local/plan.py makes and checks once: everything about a sum but its
 // tensors. The operators check what depends on the tensors: no call reads or writes foreign memory, and none is
@@ -62,9 +62,12 @@ class SumPlan {
     return finish;
   }
 
-  void check(const TensorView& shard, int64_t num_shards, int64_t longest) const {
+  void check_number(int64_t num_shards) const {
     SHARDSUM_CHECK(num_shards > 0 && (!has_rows() || num_shards == header_.num_rows),
                    "the plan is for another number of shards");
+  }
+  void check(const TensorView& shard, int64_t num_shards, int64_t longest) const {
+    check_number(num_shards);
     SHARDSUM_CHECK(header_.capacity < 0 || header_.capacity == longest,
                    "the plan is for shards of another number of rows");
     const DType dtype = dtype_of(shard);
@@ -78,12 +81,17 @@ class SumPlan {
                    "out has another dtype than the plan's");
   }
 
-  // Row r of the sum, from a shard of `capacity` rows at `data`.
-  Row row(int64_t r, const void* data, int64_t capacity, const SumArgs& args) const {
+  // Row r of a sum of shards of `capacity` rows to `size` positions.
+  PlanRow row(int64_t r, int64_t capacity, int64_t size) const {
     const PlanRow row = has_rows() ? rows_[r] : PlanRow{0, 0, capacity};
     SHARDSUM_CHECK(row.first >= 0 && row.length >= 0 && row.first <= capacity - row.length, "shard ", r,
                    " has fewer rows than the plan takes");
-    SHARDSUM_CHECK(row.start >= 0 && row.start <= args.size - row.length, "shard ", r, " ends beyond the result");
+    SHARDSUM_CHECK(row.start >= 0 && row.start <= size - row.length, "shard ", r, " ends beyond the result");
+    return row;
+  }
+  // The same as a row of a kernel's table, from the shard at `data`.
+  Row row(int64_t r, const void* data, int64_t capacity, const SumArgs& args) const {
+    const PlanRow row = this->row(r, capacity, args.size);
     if (row.length == 0) return {nullptr, 0, 0};
     const char* at = static_cast<const char*>(data) + row.first * args.width * element_size(args.in_dtype);
     return {at, row.start * args.width, (row.start + row.length) * args.width};
@@ -251,6 +259,35 @@ void sum_plan_new(StableIValue* stack, uint64_t, uint64_t) {
   SHARDSUM_CHECK(!plan.accumulates(), "nothing to add to");
   TensorArg out(new_result(like, Shards<Device>::kLeading, plan.size(longest), plan.out_dtype_code(like)));
   shards.sum(plan, out.view(), describe(out.view(), like, shards.count(), plan.finish()));
+  stack[0] = out.release();
+}
+
+// spread_plan(Tensor x, Tensor plan, int num_shards, int capacity) -> Tensor
+template <class Device>
+void spread_plan(StableIValue* stack, uint64_t, uint64_t) {
+  AnyLayout given(stack[0]);
+  const TensorArg plan_arg(stack[1]);
+  const int64_t num_shards = torch::stable::detail::to<int64_t>(stack[2]);
+  const int64_t capacity = torch::stable::detail::to<int64_t>(stack[3]);
+  const SumPlan plan(plan_arg.view());
+  SHARDSUM_CHECK(Device::owns(given.view()) && given.view().dim() >= 1, "x is not (size, *F)");
+  const TensorView x = given.contiguous_from(0);
+  SHARDSUM_CHECK(capacity >= 0 && x.size(0) == plan.size(capacity), "x has another size than the plan");
+  plan.check_number(num_shards);
+  Table<int64_t, 16> sizes(x.dim() + 1);
+  sizes[0] = num_shards, sizes[1] = capacity;
+  std::copy(x.sizes() + 1, x.sizes() + x.dim(), sizes.data() + 2);
+  TensorArg out(empty_on(x, sizes.data(), sizes.size(), x.dtype_code()));
+  SpreadArgs args{x.data(), out.view().mutable_data(), 0, num_shards, 0};
+  args.position_bytes = x.width() * static_cast<int64_t>(aoti_torch_dtype_element_size(x.dtype_code()));
+  args.row_bytes = capacity * args.position_bytes;
+  Table<SpreadRow> rows(num_shards);
+  for (int64_t r = 0; r < num_shards; ++r) {
+    const PlanRow row = plan.row(r, capacity, x.size(0));
+    rows[r] = {row.start * args.position_bytes, row.first * args.position_bytes,
+               (row.first + row.length) * args.position_bytes};
+  }
+  if (args.row_bytes > 0) Device(x).spread(args, rows.data());
   stack[0] = out.release();
 }
 

@@ -98,9 +98,25 @@ struct SumArgs {
   const void* carry = nullptr;  // size * width accumulators, none of them -0.0 (a sum from +0.0 never is); null: +0.0
 };
 
+// The adjoint of a sum is a copy: row r of the output, `row_bytes` long, gets the bytes at `in + source` at [begin,
+// end) and zero bytes elsewhere.
+struct SpreadRow {
+  int64_t source;
+  int64_t begin;
+  int64_t end;  // begin <= end <= row_bytes
+};
+struct SpreadArgs {
+  const void* in;
+  void* out;
+  int64_t row_bytes;
+  int64_t num_rows;
+  int64_t position_bytes;  // divides all of the above
+};
+
 // CPU: threads by the caller's parallel_for; see cpu/.
 void sum_rows_cpu(const SumArgs& args, const Row* rows);
 void sum_masked_cpu(const SumArgs& args, const void* data, int64_t row_stride, const Mask& mask);
+void spread_cpu(const SpreadArgs& args, const SpreadRow* rows);
 
 // The device that a launch from this library goes to now. Returns a cudaError_t as int.
 int current_cuda_device(int* device);
@@ -113,5 +129,6 @@ int sum_rows_cuda(const SumArgs& args, const Row* rows, void* workspace, void* s
 int sum_device_rows_cuda(const SumArgs& args, const DeviceRows& rows, void* workspace, void* stream);
 int sum_masked_cuda(const SumArgs& args, const void* data, int64_t row_stride, const Mask& mask, void* workspace,
                     void* stream);
+int spread_cuda(const SpreadArgs& args, const SpreadRow* rows, void* stream);
 
 }  // namespace shardsum

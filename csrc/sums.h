@@ -127,6 +127,7 @@ struct Cpu {
   void sum_masked(const SumArgs& args, const void* data, int64_t row_stride, const Mask& mask) {
     sum_masked_cpu(args, data, row_stride, mask);
   }
+  void spread(const SpreadArgs& args, const SpreadRow* rows) { spread_cpu(args, rows); }
 };
 
 #ifdef SHARDSUM_WITH_CUDA
@@ -147,6 +148,7 @@ class Cuda {
   void sum_masked(const SumArgs& args, const void* data, int64_t row_stride, const Mask& mask) {
     launched(sum_masked_cuda(args, data, row_stride, mask, workspace(args), stream_));
   }
+  void spread(const SpreadArgs& args, const SpreadRow* rows) { launched(spread_cuda(args, rows, stream_)); }
 
  private:
   static void launched(int error) { SHARDSUM_CHECK(error == 0, "CUDA error ", error, " at a launch"); }

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..core.checks import check_host_lengths, check_shards, check_size, describe, is_strided
-from ..core.numerics import accumulator_dtype
+from ..core.numerics import accumulator_dtype, resolve_out_dtype
 from ..core.words import Op
 from . import kernels
 from . import ops as operators
@@ -81,6 +81,11 @@ def ragged_sum(
         result = None if plan is None else run(plan, shards, out)
         if result is not None:
             return result
+        if plan is not None and out is None and not accumulate and isinstance(shards, Tensor) and values:
+            try:  # what needs a gradient; a plan's arguments are checked
+                return _planned_sum(shards, values, starts, size, op, scale, out_dtype)
+            except (RuntimeError, IndexError):  # refused; the checks below name what is wrong
+                pass
     if not isinstance(accumulate, bool):
         raise ValueError(f"accumulate: expected a bool, got {accumulate!r}")
     if accumulate and out is None:
@@ -191,6 +196,22 @@ def _values(lengths: Tensor) -> Any:
 
 
 # The two forms of shards
+
+
+def _planned_sum(
+    x: Tensor,
+    lengths: Sequence[int],
+    starts: Sequence[int] | None,
+    size: int | None,
+    op: str,
+    scale: float | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    if size is None:
+        size = x.shape[1] if starts is None else max(s + n for s, n in zip(starts, lengths))
+    scale = None if scale is None else float(scale)
+    dtype = resolve_out_dtype(x.dtype, out_dtype)
+    return operators.padded_sum(x, [] if starts is None else starts, [], lengths, size, op, scale, dtype)
 
 
 def _padded(

@@ -11,6 +11,9 @@ sum_plan.list     of a list of shards ``(capacity_r, *F)``
 sum_plan.masked   of x where mask is True: bool ``(R, S_MAX)``, or int32 words ``(R, ceil(S_MAX / 32))``, in which
                   position j is bit ``j % 32`` of word ``j // 32``; the plan has no rows
 sum_plan_new      the same three into a new tensor
+spread_plan       the adjoint: a new ``(num_shards, capacity, *F)`` in which every shard's rows are copies of the
+                  positions of x ``(size, *F)`` that they contribute to, and all other rows zeros; any dtype. What a
+                  mean or a scale does to x, the caller has done.
 
 Sums of rows as collectives have them. Callers have checked shapes, dtypes and devices; ``out`` is contiguous
 ``(size, *F)`` and is overwritten (or added to, with ``accumulate``):
@@ -50,6 +53,7 @@ for _schema in (
     "sum_plan_new(Tensor x, Tensor plan) -> Tensor",
     "sum_plan_new.list(Tensor[] shards, Tensor plan) -> Tensor",
     "sum_plan_new.masked(Tensor x, Tensor mask, Tensor plan) -> Tensor",
+    "spread_plan(Tensor x, Tensor plan, int num_shards, int capacity) -> Tensor",
     "sum_rows(Tensor(a!) out, Tensor[] rows, int[] starts, " + _TAIL,
     "sum_rows_carry(Tensor(a!) out, Tensor? carry, Tensor[] rows, int[] starts, int carried, bool mean, float? scale) "
     "-> ()",
@@ -92,6 +96,18 @@ def _sum_plan_new_masked(x: Tensor, mask: Tensor, plan: Tensor, out: Tensor | No
         raise RuntimeError("sum_plan: mask and plan do not fit x")
     native.note_fallback(x.device)
     return reference.masked_sum(x, mask, **_numerics(p, x.dtype, out))
+
+
+def _spread_plan(x: Tensor, plan: Tensor, num_shards: int, capacity: int) -> Tensor:
+    p = SumPlan.from_words(plan)
+    rows = p.rows or [(0, 0, capacity)] * num_shards
+    if len(rows) != num_shards or x.shape[0] != (capacity if p.size is None else p.size):
+        raise RuntimeError(f"spread_plan: {p} does not fit {num_shards} shards and {x.shape[0]} positions")
+    native.note_fallback(x.device)
+    spread = x.new_zeros((num_shards, capacity, *x.shape[1:]))
+    for shard, (start, first, n) in zip(spread, rows):
+        shard[first : first + n] = x[start : start + n]
+    return spread
 
 
 def _numerics(plan: SumPlan, dtype: torch.dtype, out: Tensor | None) -> dict[str, Any]:
@@ -186,6 +202,7 @@ for _overload, _fallback in (
     (_ops.sum_plan_new.default, _sum_plan_new),
     (_ops.sum_plan_new.list, _sum_plan_new_list),
     (_ops.sum_plan_new.masked, _sum_plan_new_masked),
+    (_ops.spread_plan.default, _spread_plan),
     (_ops.sum_rows.default, _sum_rows),
     (_ops.sum_rows_carry.default, _sum_rows_carry),
     (_ops.sum_padded_device.default, _sum_padded_device),
@@ -216,6 +233,7 @@ sum_plan_masked = _ops.sum_plan.masked._op
 sum_plan_new = _ops.sum_plan_new.default._op
 sum_plan_new_list = _ops.sum_plan_new.list._op
 sum_plan_new_masked = _ops.sum_plan_new.masked._op
+spread_plan = _ops.spread_plan.default._op
 sum_rows = _ops.sum_rows.default._op
 sum_rows_carry = _ops.sum_rows_carry.default._op
 sum_padded_device = _ops.sum_padded_device.default._op

@@ -83,11 +83,11 @@ def link(operator: LinearOperator, adjoint: LinearOperator, arguments: Callable[
 def _keep(ctx: Any, operator: LinearOperator, first: Any, rest: Sequence[Any]) -> None:
     """Keep what the adjoint and the tangent need, index tensors and masks as saved tensors: both take the same ones."""
     ctx.operator, ctx.own, ctx.adjoint = operator, list(rest), operator.adjoint_arguments(first, rest)
-    kept = [a for a in rest if isinstance(a, Tensor)]
     # Lengths are cloned: the caller may write the next step's before this step's backward.
-    kept = [a.clone() if a.dim() == 1 else a for a in kept]
-    ctx.save_for_backward(*kept)
-    ctx.save_for_forward(*kept)
+    kept = [a.clone() if a.dim() == 1 else a for a in rest if isinstance(a, Tensor)]
+    if kept:
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(*kept)
 
 
 def _with_tensors(arguments: list[Any], tensors: Sequence[Tensor]) -> list[Any]:

@@ -123,6 +123,8 @@ class MaskedSum(nn.Module):
         self.shape, self.intervals = (num_ranks, capacity), intervals
         self._op, self._scale, self._out_dtype = op, scale, out_dtype
         rows = [(begin, begin, end - begin) for begin, end in intervals or ()]
+        self._begins = [begin for begin, _, _ in rows] if any(begin for begin, _, _ in rows) else []
+        self._lengths = [n for _, _, n in rows]
         self._plan = SumPlan(rows, capacity, capacity, op, scale, out_dtype).words()
         self.register_buffer("packed_mask", None, persistent=False)
         self._mask = None  # the buffer, found without nn.Module's search
@@ -152,10 +154,8 @@ class MaskedSum(nn.Module):
             if x.device != self.packed_mask.device:
                 raise ValueError(f"x: on {x.device}, but the mask is on {self.packed_mask.device}")
             return deliver(operators.masked_sum(x, self.packed_mask, *numerics), out)
-        assert self.intervals is not None
-        begins = [begin for begin, _ in self.intervals] if any(begin for begin, _ in self.intervals) else []
-        lengths = [end - begin for begin, end in self.intervals]
-        return deliver(operators.padded_sum(x, begins, begins, lengths, self.shape[1], *numerics), out)
+        bounds = self._begins, self._begins, self._lengths
+        return deliver(operators.padded_sum(x, *bounds, self.shape[1], *numerics), out)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> MaskedSum:
         super()._apply(fn, recurse)

@@ -144,15 +144,15 @@ def _padded_sum_adjoint(
     grad: Tensor, starts: list[int], firsts: list[int], lengths: list[int], capacity: int, op: str,
     scale: float | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    zeros = [0] * len(lengths)
-    begins, firsts = starts or zeros, firsts or zeros
-    intervals = [(s, s + n) for s, n in zip(begins, lengths)]
-    count = coverage(intervals, grad.shape[0], grad.device) if op == "mean" else None
+    count = None
+    if op == "mean":
+        begins = starts or [0] * len(lengths)
+        count = coverage([(s, s + n) for s, n in zip(begins, lengths)], grad.shape[0], grad.device)
     spread = finish_gradient(grad, count, scale, dtype)
-    rows = spread.new_zeros((len(lengths), capacity, *grad.shape[1:]))
-    for row, first, (begin, end) in zip(rows, firsts, intervals):
-        row[first : first + end - begin] = spread[begin:end]
-    return rows
+    plan = planned(list(lengths), list(starts) or None, grad.shape[0], "sum", None, None, False, list(firsts) or None)
+    if plan is None:
+        raise RuntimeError("padded_sum_adjoint: bad bounds")
+    return kernels.spread_plan(spread, plan, len(lengths), capacity)
 
 
 def _padded_sum_adjoint_fake(
