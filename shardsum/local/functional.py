@@ -82,6 +82,7 @@ def ragged_sum(
         if result is not None:
             return result
         if plan is not None and out is None and not accumulate and isinstance(shards, Tensor) and values:
+            assert not isinstance(starts, Tensor)  # else there is no plan
             try:  # what needs a gradient; a plan's arguments are checked
                 return _planned_sum(shards, values, starts, size, op, scale, out_dtype)
             except (RuntimeError, IndexError):  # refused; the checks below name what is wrong

@@ -28,6 +28,7 @@ _NVCC_FLAGS = (
     "-std=c++17", "-O3", "-fmad=false", "-ftz=false", "-prec-div=true", "-cudart", "static", "--threads", "0",
     "-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off",
 )  # fmt: skip
+# What is linked statically stays private: it must not mix with another libstdc++ of the process.
 _LINK_FLAGS = (
     "-shared", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL",
 )  # fmt: skip
