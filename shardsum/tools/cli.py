@@ -12,26 +12,15 @@ import os
 import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
-from jsonargparse import (
-    ArgumentParser,
-    DefaultHelpFormatter,
-    Namespace,
-    get_loader,
-    set_loader,
-    set_parsing_settings,
-)
-from yaml import AliasEvent, SafeLoader, YAMLError
+from jsonargparse import ArgumentParser, Namespace
 
 from .. import __version__
 from .compare import CompareConfig
+from .parsers import CONFIG_HELP, make_parser
 from .plan import PlanConfig
 from .train.config import RunConfig
-
-_MODE = "yaml without aliases"
-_plain_yaml = get_loader("yaml")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,9 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> ArgumentParser:
     """The parser of all commands; ``bench`` parses its own arguments."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    set_loader(_MODE, _load_yaml, (YAMLError,))
-    parser = _parser(
+    parser = make_parser(
         "Ragged sums over sequence-parallel ranks: the same bits on any number of processes.",
         "shardsum doctor\nshardsum train --config configs/emulation.yaml --train.steps 50\n"
         "torchrun --nproc-per-node=4 -m shardsum train --train.steps 50",
@@ -65,7 +52,7 @@ def build_parser() -> ArgumentParser:
     )
     commands = parser.add_subcommands(required=True, metavar="command")
 
-    doctor = _parser(
+    doctor = make_parser(
         "Says what this machine has, which path sums run on, and tries every transport that can run here. Under "
         "torchrun it tries the transports between the processes, and names the pairs of processes that fail. The exit "
         "code is 0 if sums can run as asked and every transport that ran gave the right bits, else 1.",
@@ -73,10 +60,12 @@ def build_parser() -> ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="Print one JSON object, for programs and for bug reports.")
     doctor.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="Where the transports are tried.")
-    doctor.add_argument("--timeout", type=float, default=60.0, help="Seconds after which a silent process is an error.")
+    doctor.add_argument(
+        "--timeout", type=float, default=60.0, help="The number of seconds after which a silent process is an error."
+    )
     commands.add_subcommand("doctor", doctor, help="Say what this machine has, and try what can run here.")
 
-    train = _parser(
+    train = make_parser(
         "Trains a byte-level transformer on R virtual ranks, hosted by the processes that were launched, and prints a "
         "hash over its parameters and losses: the same for any number of processes. Options of --config and of the "
         "command line are the same; what stands later wins.",
@@ -85,7 +74,7 @@ def build_parser() -> ArgumentParser:
         "torchrun --nproc-per-node=4 --max-restarts=3 -m shardsum train --folder runs/a\n"
         "shardsum train --folder runs/a --train.steps 400 --resume",
     )
-    train.add_argument("--config", action="config", help="YAML file with options. Those after it win.")
+    train.add_argument("--config", action="config", help=CONFIG_HELP)
     train.add_class_arguments(RunConfig, skip={"resume", "trace"})
     train.add_argument(
         "--resume",
@@ -93,9 +82,9 @@ def build_parser() -> ArgumentParser:
         const="required",
         metavar="{never,required,auto}",
         type=Literal["never", "required", "auto"] | None,
-        help="Go on from the checkpoint in the run folder. never: a folder that holds one is refused. required (what "
-        "--resume alone means): a folder that holds none is refused. auto: go on if there is one. Without it: auto "
-        "under a launcher, whose restarts therefore go on, else never.",
+        help="Go on from the checkpoint in the run folder. With never a folder that holds one is refused. With "
+        "required (which --resume alone means) a folder that holds none is refused. With auto the run goes on if there "
+        "is one. The default is auto under a launcher, whose restarts therefore go on, and else never.",
     )
     train.add_argument(
         "--trace",
@@ -104,31 +93,31 @@ def build_parser() -> ArgumentParser:
     )
     commands.add_subcommand("train", train, help="Train a byte-level transformer on R virtual ranks.")
 
-    compare = _parser(
+    compare = make_parser(
         "Computes one ragged sum and its mean, in several dtypes, by every path that runs here, and compares the bits. "
         "With --runs it compares two runs of shardsum train instead: their losses and checkpoints and, if both were "
         "made with --trace, the first step, tensor and element in which they differ.",
         "shardsum compare\ntorchrun --nproc-per-node=4 -m shardsum compare --placement zigzag\n"
         "shardsum compare --runs runs/a runs/b",
     )
-    compare.add_argument("--config", action="config", help="YAML file with options. Those after it win.")
+    compare.add_argument("--config", action="config", help=CONFIG_HELP)
     compare.add_class_arguments(CompareConfig)
     compare.add_argument("--runs", nargs=2, metavar=("A", "B"), help="Compare the bits of two run folders instead.")
     commands.add_subcommand("compare", compare, help="Compare the bits of every transport and backend, or of two runs.")
 
-    plan = _parser(
+    plan = make_parser(
         "Predicts, without running anything, which transport collectives would take on a cluster, the bytes on each "
         "kind of link and the times.",
         "shardsum plan --hosts 4 --lengths causal\nshardsum plan --hosts 64 --grow --plot hosts.png",
     )
-    plan.add_argument("--config", action="config", help="YAML file with options. Those after it win.")
+    plan.add_argument("--config", action="config", help=CONFIG_HELP)
     plan.add_class_arguments(PlanConfig, skip={"grow"})
-    growing = "Show 1, 2, 4, ... hosts up to this number, with as many virtual ranks a process."
+    growing = "Show 1, 2, 4, ... hosts up to --hosts, with as many virtual ranks on each process."
     plan.add_argument("--grow", action="store_true", help=growing)
     commands.add_subcommand("plan", plan, help="Predict what collectives would cost on a larger cluster.")
 
-    commands.add_subcommand("bench", _parser(), help="Measure against named baselines (see: shardsum bench --help).")
-    build = _parser(
+    commands.add_subcommand("bench", make_parser(), help="Measure sums and collectives against named baselines.")
+    build = make_parser(
         "Builds the native library now instead of at its first use, and prints where it is. With nvcc, CUDA kernels "
         "are built too, which takes minutes.",
         "shardsum build",
@@ -142,35 +131,6 @@ def _check_sections(options: Namespace) -> None:
     for name in ("group", "model", "train"):
         if name in options and not isinstance(options[name], Namespace):
             raise ValueError(f"{name}: expected settings or nothing at all, got {options[name]!r}")
-
-
-class _Help(DefaultHelpFormatter):
-    """Examples keep their lines."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if text.startswith("examples:"):
-            return "\n".join(indent + line for line in text.splitlines())
-        return super()._fill_text(text, width, indent)
-
-
-def _parser(description: str | None = None, examples: str = "", **options: Any) -> ArgumentParser:
-    epilog = "\n  ".join(["examples:", *examples.splitlines()]) if examples else None
-    return ArgumentParser(
-        description=description,
-        epilog=epilog,
-        formatter_class=_Help,
-        parser_mode=_MODE,
-        exit_on_error=False,
-        allow_abbrev=False,
-        **options,
-    )
-
-
-def _load_yaml(text: str) -> Any:
-    """Values and files of options. Aliases are refused: a few lines of them unfold to more than any memory holds."""
-    if any(isinstance(event, AliasEvent) for event in yaml.parse(text, Loader=SafeLoader)):
-        raise YAMLError("aliases (*name) are not supported; write the values out")
-    return _plain_yaml(text)
 
 
 # Each command imports what it needs when it runs: --help and a wrong option should not wait for the rest.

@@ -33,19 +33,19 @@ class CompareConfig:
     """One ragged sum."""
 
     num_virtual_ranks: int = 4
-    """R."""
+    """How many virtual ranks there are, R."""
     size: int = 20
-    """Positions of the sum, S_MAX."""
+    """How many positions the sum has, S_MAX."""
     lengths: list[int] | None = None
-    """Valid positions of each virtual rank, R of them; default: uneven ones, one of them 0 and one of them size."""
+    """How many positions of each virtual rank are valid: R numbers. By default they are uneven, from 0 to size."""
     features: int = 96
-    """Features of a position in the random shards."""
+    """How many features a position of the random shards has."""
     seed: int = 0
-    """Of the random shards."""
+    """The seed of the random shards."""
     placement: Literal["contiguous", "zigzag"] = "contiguous"
-    """Which process hosts which virtual rank."""
+    """Which process hosts which virtual ranks."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where to compute."""
+    """Where the sums are computed."""
 
     def __post_init__(self) -> None:
         for name in ("num_virtual_ranks", "features"):

@@ -46,27 +46,29 @@ class PlanConfig:
     """A cluster, the virtual ranks on it, and what a step calls."""
 
     hosts: int = 2
-    """Hosts of the cluster."""
+    """How many hosts the cluster has."""
     gpus: int = 8
-    """Processes on a host."""
+    """How many processes run on a host, one for each GPU."""
     ranks: int | None = None
-    """Virtual ranks; default: one a process."""
+    """How many virtual ranks there are. By default each process has one."""
     size: int = 131072
-    """Positions of the whole sequence."""
+    """How many positions the whole sequence has."""
     row: int = 4096
-    """Elements of a position."""
+    """How many elements a position has."""
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
-    """Of the elements."""
+    """The dtype of the elements."""
     lengths: str = "full"
-    """full, causal, documents:MEAN, or a file of R lengths."""
+    """How many positions each virtual rank holds: full, causal, documents:MEAN (packed documents of this mean
+    length), or a file of R lengths."""
     placement: Literal["contiguous", "zigzag"] = "contiguous"
-    """Which process hosts which virtual rank."""
+    """Which process hosts which virtual ranks."""
     step: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COLLECTIVES, 1))
     """How often a step calls each collective."""
     costs: str | None = None
-    """Cost file; default: SHARDSUM_COSTS, or the built-in table."""
+    """The file of shardsum bench --calibrate with the costs of links. By default SHARDSUM_COSTS names it, else the
+    built-in table is used."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """Which constants of the cost file."""
+    """Whose constants of the cost file are used."""
     grow: bool = False
     """Show 1, 2, 4, ... hosts up to this number, with as many virtual ranks a process."""
     plot: str | None = None

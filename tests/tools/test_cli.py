@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shardsum.tools import cli
+from shardsum.tools.bench.run import make_parser as make_bench_parser
 from shardsum.tools.train.checkpoint import NAME
 from tests.processes import run_processes
 
@@ -34,6 +35,24 @@ def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert len(lines) == 1, printed.err
     assert printed.out == ""
     return lines[0]
+
+
+# -- help -----
+
+
+@pytest.mark.parametrize("command", ["doctor", "train", "compare", "plan", "bench", "build"])
+def test_help_has_a_description_examples_and_sentences(command: str) -> None:
+    parser = cli.build_parser()
+    (commands,) = (a for a in parser._actions if isinstance(a.choices, dict))
+    one = make_bench_parser() if command == "bench" else commands.choices[command]
+    assert one.description.endswith(".") and f"shardsum {command}" in one.epilog
+    for action in one._actions:
+        if action.dest in ("help", "print_config") or action.dest.endswith("_config"):
+            continue  # jsonargparse's own
+        text = str(action.help)
+        if type(action).__name__ != "_ActionConfigLoad":
+            assert text[0].isupper() or text.startswith(("context:", "full")), (action.dest, text)
+            assert text.endswith("."), (action.dest, text)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------

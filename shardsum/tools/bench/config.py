@@ -15,25 +15,27 @@ class BenchConfig:
     """What to measure, and where to keep it."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where to compute; under torchrun "cuda" takes one GPU a process."""
+    """Where to compute. Under torchrun "cuda" takes one GPU for each process."""
     only: str = ""
-    """Measure the cases whose line contains this text; an empty text is in every line."""
+    """Measure only the cases whose line contains this text. The empty text measures all."""
     baselines: list[str] = field(default_factory=lambda: list(BASELINES))
-    """Of a local sum: compile, eager, loop, sum fp32. --quick leaves out compile unless this option names it."""
+    """What a local sum is compared with: compile, eager, loop, sum fp32. --quick leaves out compile unless it is named
+    here."""
     transports: list[str] = field(default_factory=lambda: ["auto", "gather", "all_to_all", "peer"])
-    """Of collectives; those that do not run here are left out."""
+    """The transports by which collectives are measured. Those that do not run here are left out."""
     samples: int = 15
-    """Measurements of each variant."""
+    """How often each variant is measured."""
     limit: float = 600.0
-    """Seconds after which no further case starts."""
+    """The number of seconds after which no further case starts."""
     threads: int = 0
-    """Of a process on the CPU; 0: torch's default, 1 under torchrun."""
+    """Compute threads of a process on the CPU. 0 is torch's default, and 1 under torchrun."""
     json: Path | None = None
-    """File that gets all rows; pictures are put beside it."""
+    """Write all rows into this file, and pictures beside it."""
     plot: Path | None = None
-    """Draw the pictures of such a file again and measure nothing."""
+    """Draw the pictures of a file that --json wrote, and measure nothing."""
     calibrate: Path | None = None
-    """Measure the constants of transport="auto" into this file (see SHARDSUM_COSTS) and nothing else."""
+    """Measure only the constants of transport="auto", and write them into this file. SHARDSUM_COSTS names the file to
+    use."""
 
     def __post_init__(self) -> None:
         known = {"baselines": BASELINES, "transports": ("auto", *TRANSPORTS, "peer")}

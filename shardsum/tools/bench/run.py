@@ -11,10 +11,11 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser
 
 from ...training.shard_group import ShardGroup
 from ...transports import costs
+from .. import parsers
 from ..launcher import launched
 from . import cases, collective_cases, collectives, local, plots, rows
 from .baselines import Baselines
@@ -44,16 +45,19 @@ def run(argv: Sequence[str]) -> int:
 
 def make_parser() -> ArgumentParser:
     """The parser of the arguments after ``bench``."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(
+    parser = parsers.make_parser(
+        "Measures local sums on this machine or, under torchrun, collectives between the processes, against named "
+        "baselines. Every result is verified before it is timed. The exit code is 1 if a result is wrong.",
+        "shardsum bench --quick\n"
+        "shardsum bench --device cuda --json gpu.json\n"
+        "torchrun --nproc-per-node=4 -m shardsum bench --json gloo.json\n"
+        "torchrun --nproc-per-node=4 -m shardsum bench --calibrate costs.json\n"
+        "shardsum bench --plot gpu.json",
         prog="shardsum bench",
-        description="Measure shardsum against named baselines; every result is verified before it is timed.",
-        exit_on_error=False,
-        allow_abbrev=False,
     )
-    parser.add_argument("--config", action="config", help="YAML file; options after it win")
+    parser.add_argument("--config", action="config", help=parsers.CONFIG_HELP)
     parser.add_class_arguments(BenchConfig)
-    parser.add_argument("--quick", action="store_true", help="small sizes, few samples, no torch.compile")
+    parser.add_argument("--quick", action="store_true", help="Measure small sizes, few samples, no torch.compile.")
     return parser
 
 

@@ -20,15 +20,16 @@ class GroupConfig:
     """The sequence-parallel group: R virtual ranks on however many processes were launched."""
 
     num_virtual_ranks: int = 4
-    """R. The bits of a run depend on it; the number of processes (1 to R) changes nothing but time."""
+    """How many virtual ranks there are, R. The bits of a run depend on it. The number of processes (1 to R) changes
+    nothing but time."""
     placement: Literal["contiguous", "zigzag"] = "contiguous"
-    """Which process hosts which virtual rank. Zigzag balances causal attention; no bit depends on it."""
+    """Which process hosts which virtual ranks. Zigzag balances causal attention. No bit depends on it."""
     transport: Literal["auto", "local", "gather", "all_to_all", "carry", "peer"] = "auto"
     """How rows move between processes. No bit depends on it."""
     timeout: float = 300.0
-    """Seconds after which a silent process is an error."""
+    """The number of seconds after which a silent process is an error."""
     costs: str | None = None
-    """File of shardsum bench --calibrate that transport auto decides by; default: the table in transports/costs.py."""
+    """The file of shardsum bench --calibrate by which transport auto decides. By default it is a built-in table."""
 
     def __post_init__(self) -> None:
         _require(self.num_virtual_ranks >= 1, "group.num_virtual_ranks", "at least 1", self.num_virtual_ranks)
@@ -40,15 +41,16 @@ class ModelConfig:
     """The byte-level transformer."""
 
     width: int = 128
-    """Features of a token."""
+    """How many features a token has."""
     layers: int = 3
-    """Transformer blocks."""
+    """How many transformer blocks the model has."""
     heads: int = 4
-    """Query heads; width must be a multiple of it."""
+    """How many query heads a block has. The width must be a multiple of twice this number."""
     kv_heads: int = 2
-    """Key and value heads, shared by groups of query heads."""
+    """How many key and value heads a block has. Groups of query heads share them."""
     dropout: float = 0.0
-    """Probability of dropping a feature of a block's output; drawn from each virtual rank's own generator."""
+    """The probability of dropping a feature of a block's output. Each virtual rank has a generator of its
+    own."""
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "kv_heads"):
@@ -68,29 +70,29 @@ class TrainConfig:
     """context: one sequence of packed documents is split over the virtual ranks, attention crosses their borders.
     documents: every virtual rank takes a document of its own, so shards have different lengths."""
     steps: int = 200
-    """Optimizer steps of the whole run (a resumed run counts the steps before it)."""
+    """How many optimizer steps the whole run takes. A resumed run counts the steps before it."""
     sequence_length: int = 2048
-    """Tokens of the packed sequence (context); need not be a multiple of the virtual ranks."""
+    """How many tokens the packed sequence of "context" has. It need not be a multiple of the virtual ranks."""
     document_length: int = 768
-    """Longest document in bytes; longer ones are cut."""
+    """The longest document in bytes. Longer ones are cut."""
     accumulation: int = 1
-    """Micro-steps whose gradients one optimizer step adds up."""
+    """How many micro-steps' gradients one optimizer step adds up."""
     learning_rate: float = 0.003
-    """Peak of the schedule: linear warm-up, then falling as 1 / sqrt(step)."""
+    """The peak of the schedule, which rises linearly and then falls as 1 / sqrt(step)."""
     warmup: int = 10
-    """Steps of the warm-up."""
+    """How many steps the learning rate rises."""
     weight_decay: float = 0.1
-    """Of AdamW, on matrices only."""
+    """The weight decay of AdamW. It applies to matrices only."""
     clip: float = 1.0
-    """Largest norm of the gradient; 0 turns clipping off."""
+    """The largest norm of the gradient. 0 turns clipping off."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of matrix products and attention (autocast). auto: bf16 on a GPU, fp32 on a CPU."""
+    """The precision of matrix products and attention (autocast). auto is bf16 on a GPU and fp32 on a CPU."""
     seed: int = 0
-    """Of the initial weights, the order of the documents and the dropout."""
+    """The seed of the initial weights, the order of the documents and the dropout."""
     threads: int = 1
-    """Compute threads of a process. Runs of different process counts agree only at 1 (docs/training.md)."""
+    """How many threads a process computes with. Runs on different numbers of processes agree only with 1."""
     save_every: int = 50
-    """Steps between checkpoints; 0 saves only the last."""
+    """How many steps lie between two checkpoints. 0 saves only the last step."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "accumulation", "threads"):
@@ -110,11 +112,11 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: str | None = None
-    """Folder of text files to train on; default: the Python standard library's own source files."""
+    """The folder of text files to train on. By default these are the source files of Python's standard library."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where to compute; with cuda every process takes the GPU of its LOCAL_RANK."""
+    """Where the run computes. With cuda every process takes the GPU of its LOCAL_RANK."""
     folder: str | None = None
-    """Folder of everything the run writes; default: runs/ and the time of the start."""
+    """The folder of everything that the run writes. By default it is runs/ and the time of the start."""
     resume: Literal["never", "required", "auto"] | None = None
     """Whether to go on from the checkpoint in the run folder. never: a folder that holds one is refused; required: one
     that holds none is refused; auto: go on if there is one. Default: auto under a launcher, else never."""
