@@ -65,7 +65,7 @@ def together(store: dist.Store, device: torch.device, timeout: float) -> Iterato
             yield Trial(f"processes {a} and {b}", False, broken[a, b])
         return
     yield Trial(f"{pairs} pair{'s' * (pairs > 1)} of {world_size} processes", True)
-    for name in ("gather", "all_to_all", "peer"):
+    for name in ("gather", "all_to_all", "carry", "peer"):
         own = _transport(name, device, timeout)
         reports = _share(store, f"transport {name}", [own.ok, own.detail], timeout)
         wrong = {r: detail for r, (ok, detail) in reports.items() if ok is False}
