@@ -121,6 +121,48 @@ void sum_padded_device(StableIValue* stack, uint64_t, uint64_t) {
   if (d.args.size * d.args.width > 0) sum_device_rows(Device(out), d);
 }
 
+#ifdef SHARDSUM_WITH_CUDA
+int64_t* words_of(const TensorView& tensor, int64_t count, const char* name) {
+  STD_TORCH_CHECK(tensor.dtype_code() == aoti_torch_dtype_int64() && tensor.is_contiguous() && tensor.width(0) == count,
+                  "shardsum: ", name, " is not ", count, " words");
+  return static_cast<int64_t*>(tensor.mutable_data());
+}
+
+// check_headers(Tensor(a!)[] outs, Tensor(b!) header, Tensor(c!) state, Tensor(d!) record, Tensor received,
+// int[] offsets, int[] processes): shardsum/transports/headers.py
+void check_headers(StableIValue* stack, uint64_t, uint64_t) {
+  TensorListArg outs(stack[0]);
+  const TensorArg header_arg(stack[1]), state_arg(stack[2]), record_arg(stack[3]), received_arg(stack[4]);
+  const IntListArg offsets(stack[5]), processes(stack[6]);
+  const TensorView header = header_arg.view(), state = state_arg.view(), received = received_arg.view();
+  STD_TORCH_CHECK(Cuda::owns(header) && Cuda::owns(state) && Cuda::owns(received) && Cpu::owns(record_arg.view()),
+                  "shardsum: headers and state must be on the GPU, the record in pinned memory");
+  STD_TORCH_CHECK(received.dtype_code() == aoti_torch_dtype_uint8() && received.is_contiguous() &&
+                      offsets.size() == processes.size(),
+                  "shardsum: these are no received headers");
+  for (int64_t i = 0; i < offsets.size(); ++i)
+    STD_TORCH_CHECK(offsets[i] >= 0 && offsets[i] + kHeaderBytes <= received.width(0), "shardsum: header ", i,
+                    " lies beyond what was received");
+  HeaderCheck check{words_of(header, 2, "header"), words_of(state, 2, "state"),
+                    words_of(record_arg.view(), 4, "record"), static_cast<const uint8_t*>(received.data())};
+  Cuda device(header);
+  int64_t i = 0, o = 0;
+  do {  // results go with the last headers, or after them: what the headers were stays in `header`
+    check.num_headers = check.num_spoiled = 0;
+    for (; i < offsets.size() && check.num_headers < kMaxHeaders; ++i, ++check.num_headers) {
+      check.offsets[check.num_headers] = offsets[i];
+      check.processes[check.num_headers] = static_cast<int32_t>(processes[i]);
+    }
+    for (; i == offsets.size() && o < outs.size() && check.num_spoiled < kMaxSpoiled; ++o, ++check.num_spoiled) {
+      const TensorView out = outs[o];
+      STD_TORCH_CHECK(Cuda::owns(out) && out.is_contiguous(), "shardsum: out ", o, " is not contiguous on the GPU");
+      check.spoiled[check.num_spoiled] = {static_cast<uint8_t*>(out.mutable_data()), out.spanned_bytes()};
+    }
+    device.check_headers(check);
+  } while (i < offsets.size() || o < outs.size());
+}
+#endif
+
 template <class Device>
 void register_operators(torch::stable::detail::StableLibrary& m) {
   m.impl("sum_rows", &sum_rows<Device>);
@@ -143,7 +185,9 @@ STABLE_TORCH_LIBRARY_IMPL(shardsum, CPU, m) { shardsum::register_operators<shard
 #ifdef SHARDSUM_WITH_CUDA
 STABLE_TORCH_LIBRARY_IMPL(shardsum, CUDA, m) {
   // Left out where nothing could be launched: the operators then run in plain torch.
-  if (aoti_torch_get_current_cuda_stream) shardsum::register_operators<shardsum::Cuda>(m);
+  if (!aoti_torch_get_current_cuda_stream) return;
+  shardsum::register_operators<shardsum::Cuda>(m);
+  m.impl("check_headers", &shardsum::check_headers);
 }
 #endif
 

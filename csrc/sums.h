@@ -6,6 +6,7 @@
 #include <array>
 
 #include "boxed.h"
+#include "headers.h"
 #include "row_table.h"
 
 // Weak: libtorch_cuda has it, a CPU-only torch does not. Null means there is no CUDA to launch on.
@@ -149,6 +150,7 @@ class Cuda {
     launched(sum_masked_cuda(args, data, row_stride, mask, workspace(args), stream_));
   }
   void spread(const SpreadArgs& args, const SpreadRow* rows) { launched(spread_cuda(args, rows, stream_)); }
+  void check_headers(const HeaderCheck& check) { launched(check_headers_cuda(check, stream_)); }
 
  private:
   static void launched(int error) { SHARDSUM_CHECK(error == 0, "CUDA error ", error, " at a launch"); }

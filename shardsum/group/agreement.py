@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ..native import loader as native
 from ..transports import Wire, stamp
+from ..transports.headers import Headers
 from .failures import Failures, weakly
 from .side_channel import LONGEST_PAUSE_S, StoreGone
 
@@ -105,7 +106,8 @@ class Agreement(Failures):
             raise self.explain("ShardGroup", error) from error
         wire: Wire = self.side.wire
         if device.type != "cpu":
-            wire = Wire(self._group, self.rank, self.world_size, self.timeout)
+            headers = Headers(int(self.side.name, 16), device)
+            wire = Wire(self._group, self.rank, self.world_size, self.timeout, headers)
         self._wire = wire
         return wire
 
@@ -125,6 +127,7 @@ class Agreement(Failures):
         if self.failed is not None:
             raise RuntimeError(f"this group failed earlier and cannot be used again; make a new one. {self.failed}")
         self._name = name
+        self.look()
         self.call += 1
 
     def agree(self, name: str, signature: Signature, info: Any = None) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.checks import describe as describe_value
 from ..core.checks import is_count, needs_grad
 from .agreement import Disagreement
 from .arguments import Shards, check_out, classify_lengths, hosted_shards
@@ -92,7 +93,9 @@ def _make(
 def _describe(
     planner: Planner, name: str, shards: Shards, lengths: Any, options: Options
 ) -> tuple[list[Tensor], Terms]:
-    hosted = hosted_shards(shards, planner.virtual_ranks, planner.shard_device, _row_dims(shards, lengths, planner))
+    hosted = hosted_shards(
+        shards, planner.virtual_ranks, planner.shard_device, _row_dims(shards, lengths, options, planner)
+    )
     first = hosted[0]
     if name != "exchange":
         form, values = classify_lengths(lengths, planner.num_virtual_ranks, planner.virtual_ranks, first.device)
@@ -193,12 +196,20 @@ def _key(name: str, shards: Any, lengths: Any, options: tuple[Any, ...]) -> Hash
     return name, type(shards), first.shape[1:], first.dtype, said, options
 
 
-def _row_dims(shards: Shards, lengths: Any, planner: Planner) -> int | None:
+def _row_dims(shards: Shards, lengths: Any, options: Options, planner: Planner) -> int | None:
     """The trailing dimensions of the shards where one stacked tensor ``(1, S_MAX, *F)`` stands for one hosted rank:
-    where it would hold fewer rows than its length if it were a shard itself."""
-    if len(planner.virtual_ranks) > 1 or not isinstance(shards, Tensor) or shards.dim() < 2 or _is_compiling():
+    where it would hold fewer rows than its length, or than the result has, if it were a shard itself."""
+    if len(planner.virtual_ranks) > 1 or not isinstance(shards, Tensor) or shards.dim() < 2 or shards.shape[0] != 1:
         return None
-    if isinstance(lengths, Tensor) or not isinstance(lengths, (list, tuple)) or len(lengths) != len(planner.owners):
+    count = planner.num_virtual_ranks
+    if isinstance(lengths, Tensor) and not (lengths.is_cpu and tuple(lengths.shape) == (count,)):
+        if options.size is None or options.size > 1:  # None is refused later
+            return shards.dim() - 2
+        raise ValueError(
+            f"shards: {describe_value(shards)} may be one shard of one row, or stacked shards (1, S_MAX, *F); with "
+            "lengths on the device and a result of one row pass a list of one Tensor"
+        )
+    if not isinstance(lengths, (list, tuple, Tensor)) or len(lengths) != count:
         return None
     mine = lengths[planner.virtual_ranks[0]]
-    return shards.dim() - 2 if is_count(mine) and shards.shape[0] == 1 < mine else None
+    return shards.dim() - 2 if (_is_compiling() or is_count(mine)) and mine > 1 else None

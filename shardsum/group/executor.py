@@ -177,9 +177,13 @@ class OneShot(Prepared):
         yield
         for cut, following in zip(self._cuts, [*self._cuts[1:], None]):
             ahead = None if following is None else self._transport.start(following, shards, rank, wire)
+            parts = []
             for q, out, rows in zip(self._sinks, outs, pending.wait(wire)):
                 begin, end = (position - plan.sinks[q][0] for position in cut.sinks[q])
-                fill(out if len(self._cuts) == 1 else out[begin:end], rows, self._reduce)
+                parts.append(out if len(self._cuts) == 1 else out[begin:end])
+                fill(parts[-1], rows, self._reduce)
+            if wire is not None:
+                wire.verify(parts)
             if ahead is not None:
                 pending = ahead
 
@@ -214,12 +218,14 @@ class TwoShot(Prepared):
             mine = chunk[rank * rows_per_process : (rank + 1) * rows_per_process]
             (rows,) = pending.wait(wire)
             fill(mine[: length(cut.sinks[rank])], rows, self._reduce)
+            wire.verify([mine])
             if chunk.numel():
                 gathers.append(wire.all_gather(chunk, mine))
             if ahead is not None:
                 pending = ahead
         for work in gathers:
             wire.wait(work, buffer.device)
+        wire.verify([buffer])
 
 
 class OverPeers(Prepared):

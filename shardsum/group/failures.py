@@ -5,6 +5,7 @@ Every method is called by one process alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -100,6 +101,36 @@ class Failures:
             lines.append(f"no word from process {', '.join(map(str, silent))}: dead, silent or in another call")
             lines += [f"process {p} waits {place}" for p in silent if (place := self._place(p))]
         return RuntimeError(self._fail("; ".join([failed, *lines])))
+
+    def look(self) -> None:
+        """Raise RuntimeError where the device has found that messages of another exchange came. The group fails then.
+        The host does not wait for the device, so this is some time after the results were spoiled."""
+        headers = None if self._wire is None else self._wire.headers
+        found = None if headers is None or self.failed is not None else headers.found()
+        if headers is None or found is None:
+            return
+        mine = headers.history.get(found.mine, "an exchange of long ago")
+        sent = "no call any more, since that process found another one out of step"
+        if found.theirs >= 0:
+            sent = headers.history.get(found.theirs) or self._exchange_of(found.process, found.theirs)
+        text = (
+            f"the processes are out of step: in {mine}, process {self.rank} received from process {found.process} "
+            f"what belongs to {sent}; the results of that call and of later ones are invalid (NaN); create a new "
+            "process group"
+        )
+        raise self.explain(self._name, OutOfStep(text))
+
+    def _exchange_of(self, process: int, header: int) -> str:
+        """The exchange that another process gives this header, if it says so within a moment."""
+        with contextlib.suppress(StoreGone):
+            store, deadline = self.side.store, time.monotonic() + min(_GRACE_S, self.timeout.total_seconds())
+            assert self._wire is not None and self._wire.headers is not None
+            store.set(f"headers/{self.rank}", json.dumps(self._wire.headers.history))
+            while time.monotonic() < deadline:
+                if (said := store.get(f"headers/{process}")) is not None:
+                    return json.loads(said).get(str(header), "a call of another group, or of long ago")
+                time.sleep(0.05)
+        return "another call"
 
     def _fail(self, why: str) -> str:
         """Mark the group, and the transport under it, as failed."""

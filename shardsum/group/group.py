@@ -9,8 +9,9 @@ that share a ProcessGroup):
 
 shards    one Tensor ``(length, *F)`` when this process hosts one virtual rank, else a list in increasing virtual-rank
           order; padded Tensors ``(S_MAX, *F)``, or one ``(k, S_MAX, *F)`` for k hosted ranks, with ``lengths``.
-          Where one rank is hosted, ``(1, S_MAX, *F)`` is taken as stacked if its length is above 1, or by a plan, which
-          knows ``*F``; with lengths on the device pass a list or the padded Tensor.
+          Where one rank is hosted, ``(1, S_MAX, *F)`` is taken as stacked by a plan, which knows ``*F``, else if its
+          length is above 1, or with lengths on the device if ``size`` is. (It might be one shard of one row: with
+          lengths on the device and a size of 1 that is a ValueError. A list is never mistaken.)
 lengths   (a) R ints, equal on all processes: nothing else travels.
           (b) None: the shards' row counts; every call begins with one small all_gather on the host.
           (c) an integer Tensor of the hosted ranks' lengths on the shards' device, with padded shards and ``size``:

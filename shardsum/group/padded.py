@@ -65,7 +65,10 @@ class PreparedPadded:
         if self._over_peers:
             return self._run_over_peers(x, lengths)
         rows, all_lengths = self._gather(x, lengths)
-        return [*[sum_padded_part(rows, all_lengths, sink, reduce) for sink in self._sinks], all_lengths]
+        results = [*[sum_padded_part(rows, all_lengths, sink, reduce) for sink in self._sinks], all_lengths]
+        if self._executor.wire is not None:
+            self._executor.wire.verify(results)
+        return results
 
     def _run_over_peers(self, x: Tensor, lengths: Tensor) -> list[Tensor]:
         """All R lengths are needed, and gathered, for the divisor of a mean's gradient only; else they are 0."""

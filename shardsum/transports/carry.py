@@ -90,6 +90,8 @@ def run(
     """
     if shards[0].shape[1:].numel() == 0:
         return
+    if batched:
+        wire.meet(shards[0].device)
     yield from _Run(plan, shards, outs, reduce, Links(wire, batched)).steps()
 
 
@@ -132,6 +134,7 @@ class _Run:
             self.take(step, RESULTS)
         self.links.finish()
         self.copy_shared()
+        self.links.wire.verify(self.outs)
 
     # Transfers
 

@@ -64,6 +64,7 @@ class TaggedWire(Wire):
         self._to = [(self.rank + i) % self.world_size for i in turns]  # not all to the same one at first
         self._from = [(self.rank - i) % self.world_size for i in turns]
         self._tags = self._transfers = self._started = 0
+        self._met = True
         self._works: dict[int, tuple[Step, list[tuple[int, dist.Work]]]] = {}
 
     def begin(self, stamp: Stamp, call: int) -> None:

@@ -2,8 +2,9 @@
 
 All transfers move ``uint8`` views, so every dtype travels alike on every backend and nothing is ever reduced by it.
 :class:`Wire` moves them by the collectives of the user's process group (NCCL), which pairs them by the order in which
-each process starts them. On the CPU :class:`shardsum.transports.tagged.TaggedWire` takes its place: point-to-point
-transfers on a process group of its own, paired by tags.
+each process starts them; what comes is checked by :mod:`.headers`. On the CPU
+:class:`shardsum.transports.tagged.TaggedWire` takes its place: point-to-point transfers on a process group of its own,
+paired by tags.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from . import departures
-
-#: ``(out, input, group=, async_op=)``; torch 2.13 renamed it.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from .headers import BYTES, Headers, Received
 
 
 class Stamp(NamedTuple):
@@ -61,7 +61,7 @@ def stamp(name: str, signature: Mapping[str, Any], text: str | None = None) -> S
 
 @dataclass
 class Traffic:
-    """Bytes this process sent to and received from other processes."""
+    """Bytes of shards and results that this process sent to and received from other processes (not of headers)."""
 
     sent: int = 0
     received: int = 0
@@ -71,6 +71,14 @@ def as_bytes(x: Tensor) -> Tensor:
     """A flat ``uint8`` view of a contiguous tensor."""
     # Not reshape: a contiguous tensor of one element may have stride 0, which view(dtype) refuses.
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+@dataclass
+class Transfer:
+    """What :meth:`Wire.wait` takes: what is under way, and the headers that come with it."""
+
+    works: Sequence[Any]
+    received: Received | None = None
 
 
 #: The call that was left open, if any, by what its wire moves on: see :meth:`Wire.leave_open`. One at most.
@@ -85,26 +93,34 @@ class Wire:
     """Transfers between the processes of one group.
 
     An exchange of all of them begins with :meth:`begin`; its transfers follow in the same order on every process.
+    Results made of what came are shown to :meth:`verify` before they are handed out, or sent on.
 
     Args:
         group: the torch.distributed group whose processes exchange.
         rank: this process's number in it.
         world_size: how many they are.
         timeout: the limit of a host wait (gloo; NCCL has its watchdog).
+        headers: what tells messages apart. None: they are paired by something better than their order.
     """
 
-    def __init__(self, group: Any, rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, group: Any, rank: int, world_size: int, timeout: timedelta, headers: Headers | None = None
+    ) -> None:
         self.group, self.timeout = group, timeout
         self.rank, self.world_size = rank, world_size
+        self.headers = headers
         self.traffic = Traffic()
         self.step = Step(0, Stamp(0, "nothing"), 0)
         self._failed: str | None = None
+        self._met = False
         _wires.add(self)
 
     def begin(self, stamp: Stamp, call: int) -> None:
         """Begin an exchange; what an earlier one left open is completed first (:meth:`close`)."""
         self.close()
         self.step = Step(self.step.number + 1, stamp, call)
+        if self.headers is not None:
+            self.headers.begin(self.step)
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Any:
         """Start gathering ``mine`` of every process into ``out``, both contiguous, ``out`` G times as large.
@@ -113,17 +129,42 @@ class Wire:
             What :meth:`wait` takes, as all transfers.
         """
         self.count(mine.numel() * mine.element_size() * (self.world_size - 1), 1, 1)
-        everyone, own = as_bytes(out), as_bytes(mine)
-        departures.note(everyone, own)
-        return all_gather_single(everyone, own, group=self.group, async_op=True)
+        return self._gather([as_bytes(out)], [as_bytes(mine)])
+
+    def _gather(self, outs: list[Tensor], mine: list[Tensor]) -> Transfer:
+        """All_gathers of headers and of bytes, in one launch."""
+        assert self.headers is not None
+        own, came = self.headers.own(), self.headers.room(self.world_size)
+        departures.note(own, came, *outs, *mine)
+        options = AllgatherOptions()
+        options.asyncOp = True
+        # What torch's coalescing manager calls; torch 2.13 renamed it.
+        gather = getattr(self.group, "all_gather_single_coalesced", None) or self.group.allgather_into_tensor_coalesced
+        self._met = True
+        others = [p for p in range(self.world_size) if p != self.rank]
+        work = gather([came, *outs], [own, *mine], options)
+        return Transfer([work], Received(came, [BYTES * p for p in others], others))
+
+    def meet(self, device: torch.device) -> None:
+        """To be called before a :meth:`batch` in which some processes may take no part: where NCCL has not connected
+        them yet, it would wait for all of them. Collective."""
+        if not self._met:
+            self.wait(self._gather([], []), device)
+
+    def header(self, like: Tensor) -> Tensor | None:
+        """What every part of an :meth:`all_to_all` that is not empty begins with, as elements of the dtype of
+        ``like``; None where nothing is needed."""
+        return None if self.headers is None else self.headers.own().view(like.dtype)
 
     def all_to_all(self, out: Tensor, mine: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Any:
-        """Start the exchange of uneven parts of flat tensors; splits in elements, by process, nothing for oneself."""
+        """Start the exchange of uneven parts of flat tensors; splits in elements, by process, nothing for oneself.
+        Parts include their :meth:`header`."""
         itemsize = mine.element_size()
-        self.count(itemsize, mine.numel(), out.numel())
+        senders, receivers = ([p for p, n in enumerate(s) if n] for s in (out_splits, in_splits))
+        self.count(1, mine.numel() * itemsize - BYTES * len(receivers), out.numel() * itemsize - BYTES * len(senders))
         received, sent = as_bytes(out), as_bytes(mine)
         departures.note(received, sent)
-        return dist.all_to_all_single(
+        work = dist.all_to_all_single(
             received,
             sent,
             [n * itemsize for n in out_splits],
@@ -131,36 +172,49 @@ class Wire:
             group=self.group,
             async_op=True,
         )
+        begins = [sum(out_splits[:p]) * itemsize for p in senders]
+        return Transfer([work], Received(received, begins, senders))
 
     def send(self, x: Tensor, peer: int, chunk: int) -> Any:
         """Start sending the contiguous ``x`` to one process, which receives the same ``chunk`` of this exchange."""
-        self.count(x.numel() * x.element_size(), 1, 0)
-        data = as_bytes(x)
-        departures.note(data)
-        return dist.isend(data, group=self.group, group_dst=peer)
+        return self.batch([(x, peer, chunk)], [])[0]
 
     def recv(self, out: Tensor, peer: int, chunk: int) -> Any:
         """Start receiving into the contiguous ``out`` what one process sends as the same ``chunk``."""
-        self.count(out.numel() * out.element_size(), 0, 1)
-        data = as_bytes(out)
-        departures.note(data)
-        return dist.irecv(data, group=self.group, group_src=peer)
+        return self.batch([], [(out, peer, chunk)])[0]
 
     def batch(
         self, sends: Sequence[tuple[Tensor, int, int]], receives: Sequence[tuple[Tensor, int, int]]
     ) -> Sequence[Any]:
-        """Start :meth:`send` and :meth:`recv` of ``(tensor, peer, chunk)`` as one batch, which waits for no other.
+        """Start :meth:`send` and :meth:`recv` of ``(tensor, peer, chunk)`` as one batch, which waits for no other. One
+        header goes from each process to each that it sends something.
 
         Returns:
             What :meth:`wait` takes, one for each of ``sends``, then of ``receives``.
         """
-        operations = []
-        for op, transfers in ((dist.isend, sends), (dist.irecv, receives)):
-            for x, peer, _ in transfers:
-                self.count(x.numel() * x.element_size(), op is dist.isend, op is dist.irecv)
-                operations.append(dist.P2POp(op, as_bytes(x), group=self.group, group_peer=peer))
-        works = dist.batch_isend_irecv(operations)
-        return [works[min(i, len(works) - 1)] for i in range(len(operations))]  # NCCL has one for all
+        assert self.headers is not None
+        self.headers.verify([])  # what is sent may be made of what has come
+        receivers, senders = (list(dict.fromkeys(peer for _, peer, _ in side)) for side in (sends, receives))
+        own, came = self.headers.own(), self.headers.room(len(senders))
+        moved: list[tuple[Any, Tensor, int]] = [(dist.isend, own, peer) for peer in receivers]
+        moved += [(dist.irecv, part, peer) for part, peer in zip(came.split([BYTES] * len(senders)), senders)]
+        moved += [(dist.isend, as_bytes(x), peer) for x, peer, _ in sends]
+        moved += [(dist.irecv, as_bytes(x), peer) for x, peer, _ in receives]
+        departures.note(*(data for _, data, _ in moved))
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(op, data, group=self.group, group_peer=peer) for op, data, peer in moved]
+        )
+        for op, data, _ in moved[len(receivers) + len(senders) :]:
+            self.count(data.numel(), op is dist.isend, op is dist.irecv)
+        each = [works[min(i, len(works) - 1)] for i in range(len(moved))]  # NCCL has one for all
+        transfers = [Transfer([work]) for work in each[len(receivers) + len(senders) :]]
+        peers = [peer for _, peer, _ in (*sends, *receives)]
+        for i, peer in enumerate((*receivers, *senders)):  # a header belongs to the first message of its pair
+            first = transfers[peers.index(peer) if i < len(receivers) else peers.index(peer, len(sends))]
+            first.works = [each[i], *first.works]
+            if i >= len(receivers):
+                first.received = Received(came, [BYTES * (i - len(receivers))], [peer])
+        return transfers
 
     def count(self, size: int, sent: int, received: int) -> None:
         self.traffic.sent += size * sent
@@ -196,7 +250,13 @@ class Wire:
 
     def wait(self, transfer: Any, device: torch.device) -> None:
         """CPU: block until done, at most the timeout. CUDA: make the current stream wait."""
-        if device.type == "cpu":
-            transfer.wait(self.timeout)
-        else:
-            transfer.wait()
+        for work in transfer.works:
+            work.wait(self.timeout) if device.type == "cpu" else work.wait()
+        if transfer.received is not None and self.headers is not None:
+            self.headers.arrived(transfer.received)
+            transfer.received = None
+
+    def verify(self, outs: Sequence[Tensor]) -> None:
+        """Spoil ``outs``, results of what has come, where that did not belong to this exchange (:mod:`.headers`)."""
+        if self.headers is not None:
+            self.headers.verify(outs)
