@@ -123,8 +123,8 @@ void sum_padded_device(StableIValue* stack, uint64_t, uint64_t) {
 
 #ifdef SHARDSUM_WITH_CUDA
 int64_t* words_of(const TensorView& tensor, int64_t count, const char* name) {
-  STD_TORCH_CHECK(tensor.dtype_code() == aoti_torch_dtype_int64() && tensor.is_contiguous() && tensor.width(0) == count,
-                  "shardsum: ", name, " is not ", count, " words");
+  SHARDSUM_CHECK(tensor.dtype_code() == aoti_torch_dtype_int64() && tensor.is_contiguous() && tensor.width(0) == count,
+                 name, " is not ", count, " words");
   return static_cast<int64_t*>(tensor.mutable_data());
 }
 
@@ -135,14 +135,14 @@ void check_headers(StableIValue* stack, uint64_t, uint64_t) {
   const TensorArg header_arg(stack[1]), state_arg(stack[2]), record_arg(stack[3]), received_arg(stack[4]);
   const IntListArg offsets(stack[5]), processes(stack[6]);
   const TensorView header = header_arg.view(), state = state_arg.view(), received = received_arg.view();
-  STD_TORCH_CHECK(Cuda::owns(header) && Cuda::owns(state) && Cuda::owns(received) && Cpu::owns(record_arg.view()),
-                  "shardsum: headers and state must be on the GPU, the record in pinned memory");
-  STD_TORCH_CHECK(received.dtype_code() == aoti_torch_dtype_uint8() && received.is_contiguous() &&
-                      offsets.size() == processes.size(),
-                  "shardsum: these are no received headers");
+  SHARDSUM_CHECK(Cuda::owns(header) && Cuda::owns(state) && Cuda::owns(received) && Cpu::owns(record_arg.view()),
+                 "headers and state must be on the GPU, the record in pinned memory");
+  SHARDSUM_CHECK(received.dtype_code() == aoti_torch_dtype_uint8() && received.is_contiguous() &&
+                     offsets.size() == processes.size(),
+                 "these are no received headers");
   for (int64_t i = 0; i < offsets.size(); ++i)
-    STD_TORCH_CHECK(offsets[i] >= 0 && offsets[i] + kHeaderBytes <= received.width(0), "shardsum: header ", i,
-                    " lies beyond what was received");
+    SHARDSUM_CHECK(offsets[i] >= 0 && offsets[i] + kHeaderBytes <= received.width(0), "header ", i,
+                   " lies beyond what was received");
   HeaderCheck check{words_of(header, 2, "header"), words_of(state, 2, "state"),
                     words_of(record_arg.view(), 4, "record"), static_cast<const uint8_t*>(received.data())};
   Cuda device(header);
@@ -155,7 +155,7 @@ void check_headers(StableIValue* stack, uint64_t, uint64_t) {
     }
     for (; i == offsets.size() && o < outs.size() && check.num_spoiled < kMaxSpoiled; ++o, ++check.num_spoiled) {
       const TensorView out = outs[o];
-      STD_TORCH_CHECK(Cuda::owns(out) && out.is_contiguous(), "shardsum: out ", o, " is not contiguous on the GPU");
+      SHARDSUM_CHECK(Cuda::owns(out) && out.is_contiguous(), "out ", o, " is not contiguous on the GPU");
       check.spoiled[check.num_spoiled] = {static_cast<uint8_t*>(out.mutable_data()), out.spanned_bytes()};
     }
     device.check_headers(check);

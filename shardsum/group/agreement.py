@@ -47,8 +47,16 @@ def compare(statements: Mapping[int, Mapping[str, Any]]) -> str | None:
     return None
 
 
-class Disagreement(ValueError):
-    """Processes called with different values, or one of them with bad ones. The same sentence on every process."""
+def common_error(text: str) -> ValueError:
+    """The error of processes that called with different values, or of which one called with bad ones: the same sentence
+    on every process, so nobody states it again."""
+    error = ValueError(text)
+    error.is_common = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_common(error: BaseException) -> bool:
+    return getattr(error, "is_common", False)
 
 
 class Agreement(Failures):
@@ -137,7 +145,7 @@ class Agreement(Failures):
             Everybody's ``info`` (any JSON value, not compared) when statements were exchanged, else [].
 
         Raises:
-            Disagreement: signatures differ, or a process stated an error.
+            ValueError: signatures differ, or a process stated an error.
             RuntimeError: a process stated nothing within the timeout; the message names it.
         """
         if self.world_size == 1:
@@ -153,19 +161,19 @@ class Agreement(Failures):
         self._agreed.add(key)
         return [s["info"] for s in statements]
 
-    def refuse(self, name: str, error: Exception, counted: bool = False) -> Disagreement:
+    def refuse(self, name: str, error: Exception, counted: bool = False) -> ValueError:
         """State this process's own error, so that the others raise it too; returns what to raise.
 
         Args:
             counted: the others call :meth:`gather_values`, as with lengths of form (b); else this returns at once.
         """
         if self.world_size == 1:
-            return Disagreement(str(error))
+            return common_error(str(error))
         self._state(name, {}, str(error))
         self.wary, self.refused = True, self.refused + 1
         if counted:
             self._gather(name, [-1] * (2 + self._slots))
-        return Disagreement(f"{name}: process {self.rank}: {error}")
+        return common_error(f"{name}: process {self.rank}: {error}")
 
     def gather_values(self, name: str, signature: Signature, values: Sequence[int], most: int) -> list[list[int]]:
         """Every process's ``values``, in a small all_gather with the signature's hash; what is too long for it follows.
@@ -175,7 +183,7 @@ class Agreement(Failures):
             most: how many they are at most.
 
         Raises:
-            Disagreement, RuntimeError: as :meth:`agree`.
+            ValueError, RuntimeError: as :meth:`agree`.
         """
         if self.world_size == 1:
             return [list(values)]
@@ -252,7 +260,7 @@ class Agreement(Failures):
         self.wary = message is not None
         if message is not None:
             self.refused += 1
-            raise Disagreement(message)
+            raise common_error(message)
         self._met = self.call
         # Whoever stated in this call had read all statements of earlier ones.
         for key in self._stated[:-1]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.checks import describe as describe_value
 from ..core.checks import is_count, needs_grad
-from .agreement import Disagreement
+from .agreement import common_error
 from .arguments import Shards, check_out, classify_lengths, hosted_shards
 from .collectives import TAKES, Options, describe
 from .forms import deliver, is_single, traced
@@ -21,6 +21,8 @@ from .terms import Terms
 
 _is_compiling = torch.compiler.is_compiling
 _INT = {int}
+#: What options are in a key: values that nobody can change later. (A Tensor equals itself, whatever it holds by then.)
+_PLAIN = {type(None), int, float, str, torch.dtype}
 
 
 def call(
@@ -43,6 +45,7 @@ def call(
     """
     if _is_compiling():
         return _trace(planner, name, shards, lengths, _named(name, lengths, options), out, async_op)
+    lengths = list(map(_read_once, lengths)) if name == "exchange" else _read_once(lengths)
     if lengths is None:
         plan = _count(planner, name, shards, _named(name, lengths, options), out, async_op)
     else:
@@ -58,6 +61,11 @@ def call(
     if async_op:
         return plan.start(shards, out, lengths=given)
     return plan.run_call(shards, out, given)
+
+
+def _read_once(values: Any) -> Any:
+    """``values``; a list of them where they may be gone once they have been read (a generator, a zip)."""
+    return list(values) if isinstance(values, Iterator) else values
 
 
 def _named(name: str, lengths: Any, options: tuple[Any, ...]) -> Options:
@@ -135,7 +143,7 @@ def _count(planner: Planner, name: str, shards: Shards, options: Options, out: A
         for process, theirs in enumerate(everyone):
             if theirs[-1] not in (-1, end):
                 where = "" if planner.world_size == 1 else f"{name}: process {process}: "
-                raise Disagreement(f"{where}out: {theirs[-1]} rows, but the result has {end}")
+                raise common_error(f"{where}out: {theirs[-1]} rows, but the result has {end}")
         plan = planner.find(terms) or planner.keep(terms)
         plan.mark_agreed(grads)
         return plan
@@ -190,6 +198,14 @@ def _key(name: str, shards: Any, lengths: Any, options: tuple[Any, ...]) -> Hash
     elif _INT.issuperset(map(type, lengths)):
         said = tuple(lengths)
     else:
+        return None
+    if name == "reduce_scatter" and options[4] is not None:
+        if type(options[4]) is not tuple or not _INT.issuperset(map(type, options[4])):
+            return None
+        plain = options[:4] + options[5:]
+    else:
+        plain = options
+    if not _PLAIN.issuperset(map(type, plain)):
         return None
     if name != "all_gather" and options[2] is not None and not options[2]:  # 0.0 equals -0.0
         return None

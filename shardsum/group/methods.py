@@ -6,7 +6,7 @@ last definition of each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -140,7 +140,7 @@ class Collectives:
             >>> ShardGroup(2).reduce_scatter([torch.tensor([1.0, 2.0]), torch.tensor([4.0])], splits=[1, 1])
             [tensor([5.]), tensor([2.])]
         """
-        splits = tuple(splits) if isinstance(splits, list) else splits
+        splits = tuple(splits) if isinstance(splits, (list, Iterator)) else splits
         options = (size, op, scale, out_dtype, splits, name)
         return call(self._planner, "reduce_scatter", shards, lengths, options, out, async_op)
 

@@ -152,7 +152,8 @@ class Plan(Generic[R]):
     def start(self, shards: Shards, out: Any = None, *, lengths: Tensor | None = None) -> Handle[Any]:
         """Begin the collective; ``wait()`` of the handle gives the result. Not with shards that require grad.
 
-        Calls of a group are ordered: the next one begins when this one's transfers have started.
+        Calls of a group are ordered: the next one begins when this one's transfers have started. Until ``wait()`` write
+        to no shard, and neither read nor write ``out``. The lists, and ``lengths``, are free again at once.
         """
         if _is_compiling():
             result = self._traced(shards, out, lengths)
@@ -163,10 +164,11 @@ class Plan(Generic[R]):
             if needs_grad(hosted):
                 raise planner.refuse(terms.name, ValueError("async_op: not possible with shards that require grad"))
             self._agree(hosted)
-            single = is_single(shards, planner, terms)
+            single, kept = is_single(shards, planner, terms), out if outs is None or isinstance(out, Tensor) else outs
+            given = None if given is None else given.clone()
 
             def give(results: list[Tensor]) -> Any:
-                return deliver(results, terms, out, single)
+                return deliver(results, terms, kept, single)
 
             if hosted[0].is_cuda:
                 tensors = [*hosted, *(outs or []), *([] if given is None else [given])]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core.checks import is_count
 from . import autograd
-from .agreement import Agreement, Disagreement
+from .agreement import Agreement, is_common
 from .arguments import check_lengths, check_rows, classify_lengths
 from .calling import Calling
 from .collectives import Setting, check_options, describe
@@ -137,7 +137,7 @@ class Planner:
 
     def refuse(self, name: str, error: Exception, counted: bool = False) -> Exception:
         """State this process's own bad input to the others; returns what to raise."""
-        if isinstance(error, Disagreement) or self.agreement.failed is not None:
+        if is_common(error) or self.agreement.failed is not None:
             return error
         return self.agreement.refuse(name, error, counted)
 

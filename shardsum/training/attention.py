@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, overload
 from torch import Tensor
 
 from .context import ContextBatch, Hosted
-from .context_checks import hosted_tensors
+from .context_checks import check_lengths, hosted_tensors
+from .documents import check_borders, effective_window
 from .lockstep import running
 
 if TYPE_CHECKING:
@@ -108,8 +109,13 @@ def _batch(
     window: Sequence[int] | None,
 ) -> ContextBatch:
     """The plan of the last call where it fits this one: the layers of a step ask for the same."""
-    borders = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-    asked = repr((lengths, borders, causal, window))
+    try:  # plain ints: an array prints shortened, and an iterator as the place where it lies
+        lengths = check_lengths(lengths, group.num_virtual_ranks)
+        borders = None if cu_seqlens is None else check_borders(cu_seqlens, sum(lengths))
+        sides = effective_window(window, causal)
+        asked = repr((lengths, borders, sides))
+    except ValueError as error:
+        raise group.refuse("context_parallel", error) from error
     if group.last_sequence is None or group.last_sequence[0] != asked:
-        group.last_sequence = asked, group.context_parallel(lengths, cu_seqlens, causal, window).plan, {}
+        group.last_sequence = asked, group.context_parallel(lengths, borders, False, sides).plan, {}
     return ContextBatch(group, *group.last_sequence[1:])

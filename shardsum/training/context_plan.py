@@ -145,13 +145,14 @@ class SequencePlan:
         recompute_exchange: bool | None,
     ) -> None:
         if lengths is None:
-            lengths = split_evenly(check_borders(cu_seqlens, None)[-1], len(owners))
+            cu_seqlens = check_borders(cu_seqlens, None)
+            lengths = split_evenly(cu_seqlens[-1], len(owners))
         self.owners, self.processes = owners, range(max(owners) + 1)
         self.lengths = check_lengths(lengths, len(owners))
         self.size = sum(self.lengths)
         self.cu_seqlens = check_borders(cu_seqlens, self.size)
         self.window = effective_window(window, causal)
-        self.plans = plan_chunks(self.lengths, self.cu_seqlens, causal=causal, window=window)
+        self.plans = plan_chunks(self.lengths, self.cu_seqlens, causal=causal, window=self.window)
         self.owned, self.needed = [p.chunk for p in self.plans], [p.keys for p in self.plans]
         self.chunks = [Chunk(plan, self.window) for plan, owner in zip(self.plans, owners) if owner == rank]
         self.hosted = [chunk.plan.chunk for chunk in self.chunks]

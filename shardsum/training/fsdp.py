@@ -158,7 +158,7 @@ class FSDPReduceScatter:
         rows = gradients if self.wire_dtype is None or blocks else gradients.to(self.wire_dtype)
         # A sum of narrow values has no float64 result.
         dtype = out.dtype if out.dtype in _SUMMED or self.wire_dtype is None else torch.float32
-        key = group, rows.numel(), rows.dtype, dtype, label
+        key = group, rows.numel(), rows.dtype, dtype, label, self.scale, self.wire_dtype, self.over
         if key not in self._sums:
             make = self._make_block_sum if blocks else self._make_plan
             self._sums[key] = make(group, rows, out.numel(), dtype, label)

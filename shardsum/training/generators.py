@@ -188,5 +188,10 @@ class _Replayed:
         if self._replay is None:
             self._replay = _Replay(self._generators, self._generators.mark())
             return self._function(*args, **kwargs)
+        if torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                "rng: a replayed function was called again outside a backward pass, where it would draw the numbers of "
+                "its first call; make a new one, group.generators.replayed(function), for each call of checkpoint"
+            )
         with self._replay:
             return self._function(*args, **kwargs)

@@ -34,6 +34,7 @@ keep equal scales. A norm is computed from the reduced gradients, which are the 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,9 +76,7 @@ class HookState:
     wire_dtype: torch.dtype | None = None
     scale: float | None = field(kw_only=True)
     _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict, init=False, repr=False)
-    _plans: dict[tuple[int, torch.dtype], Callable[[Tensor], Tensor]] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    _plans: dict[tuple[Any, ...], Callable[[Tensor], Tensor]] = field(default_factory=dict, init=False, repr=False)
     #: Gradients of micro-batches, fp32, until the next reduction.
     _totals: dict[Tensor, Tensor] = field(default_factory=dict, init=False, repr=False)
     _accumulating: bool = field(default=False, init=False, repr=False)
@@ -121,16 +120,17 @@ class HookState:
 
     def plan(self, size: int, dtype: torch.dtype) -> _Reduction:
         """The reduction of buckets of ``size`` elements. Collective where they are the first of their size."""
-        if (size, dtype) not in self._plans:
+        key = size, dtype, self.scale, self.wire_dtype  # they may be set anew between steps
+        if key not in self._plans:
             lengths = [size] * self.group.num_virtual_ranks
             op: Op = "mean" if self.scale is None else "sum"
             if self.wire_dtype == block_wire.DTYPE:
-                self._plans[size, dtype] = BlockScaledAllReduce(self.group, size, op=op, scale=self.scale)
+                self._plans[key] = BlockScaledAllReduce(self.group, size, op=op, scale=self.scale)
             else:
-                self._plans[size, dtype] = self.group.plan(
+                self._plans[key] = self.group.plan(
                     "all_reduce", lengths, size=size, dtype=dtype, op=op, scale=self.scale
                 )
-        return self._plans[size, dtype]
+        return self._plans[key]
 
     def reduce(self, bucket: dist.GradBucket) -> Tensor:
         """The reduced bucket, with the gradients of micro-batches before."""
