@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..core.numerics import accumulator_dtype
@@ -105,9 +106,24 @@ def keep(result: Tensor) -> Tensor:
     save memory (``activation_memory_budget``), perhaps on one process alone.
 
     Compilers have no such mark for operators of others, but they always save what functional collectives have waited
-    for. (But for a budget of 0: then no collective is safe.)
+    for (but for a budget of 0: :func:`refuse_recomputation`).
     """
     return torch.ops._c10d_functional.wait_tensor(result)
+
+
+def refuse_recomputation(tensors: Sequence[Tensor]) -> None:
+    """ValueError, while a compiler traces a collective that a gradient will follow, where it would save nothing at all
+    between forward and backward: then it runs every collective again, whatever its mark."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several and any(x.requires_grad for x in tensors):
+        import torch._functorch.config as compilers
+
+        if getattr(compilers, "activation_memory_budget", 1.0) == 0:
+            raise ValueError(
+                "torch._functorch.config.activation_memory_budget: at 0 the compiler runs collectives again in "
+                "backward, perhaps on one process alone; take a small number above 0 (0.01): their results are saved "
+                "then, and the rest is computed again"
+            )
 
 
 class Kept(torch.autograd.Function):
@@ -174,6 +190,7 @@ def _with_rows(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
 
 def _exchange_fake(shards: list[Tensor], sources: Any, sinks: Any, rows: Any, *tail: Any) -> list[Tensor]:
     native.load()  # tracing runs this as plain Python: the library is there when the compiled code runs
+    refuse_recomputation(shards)
     terms = terms_of(tail, sources, sinks, shards[0])
     sizes = rows if rows is not None else [e - b for b, e in groups[tail[-1]].hosted(terms.sinks, terms.kinds[1])]
     return [shards[0].new_empty((n, *shards[0].shape[1:]), dtype=terms.reduce.dtype) for n in sizes]

@@ -23,7 +23,7 @@ from ..local import kernels
 from ..local.gradients import finish_gradient, select
 from ..local.ops import readable, row_contiguous
 from ..native import loader as native
-from .autograd import _TAIL, Exchange, _library, groups, keep, tail_of, terms_of
+from .autograd import _TAIL, Exchange, _library, groups, keep, refuse_recomputation, tail_of, terms_of
 from .autograd import exchange as registered_exchange
 from .executor import Executor, fingerprint, stamp_of
 from .routes import LOCAL_ROUTE, Route
@@ -236,6 +236,7 @@ def _exchange_padded(x: Tensor, lengths: Tensor, sinks: Any, *tail: Any) -> list
 
 def _fake(x: Tensor, lengths: Tensor, sinks: Any, *tail: Any) -> list[Tensor]:
     native.load()
+    refuse_recomputation([x])
     planner = groups[tail[-1]]
     wanted = planner.hosted(pairs(sinks), tail[2][1])
     outs = [x.new_empty((e - b, *x.shape[2:]), dtype=tail[5]) for b, e in wanted]

@@ -8,7 +8,7 @@ is new, and call it: there is no other road.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
@@ -152,8 +152,8 @@ class Plan(Generic[R]):
     def start(self, shards: Shards, out: Any = None, *, lengths: Tensor | None = None) -> Handle[Any]:
         """Begin the collective; ``wait()`` of the handle gives the result. Not with shards that require grad.
 
-        Calls of a group are ordered: the next one begins when this one's transfers have started. Until ``wait()`` write
-        to no shard, and neither read nor write ``out``. The lists, and ``lengths``, are free again at once.
+        The group's next call begins when this one's transfers have started. Until ``wait()`` write to no shard, and
+        neither read nor write ``out``. The lists, and ``lengths``, are free again at once.
         """
         if _is_compiling():
             result = self._traced(shards, out, lengths)
@@ -164,13 +164,10 @@ class Plan(Generic[R]):
             if needs_grad(hosted):
                 raise planner.refuse(terms.name, ValueError("async_op: not possible with shards that require grad"))
             self._agree(hosted)
-            single, kept = is_single(shards, planner, terms), out if outs is None or isinstance(out, Tensor) else outs
-            given = None if given is None else given.clone()
-
-            def give(results: list[Tensor]) -> Any:
-                return deliver(results, terms, kept, single)
-
+            kept = outs if isinstance(out, (list, tuple)) else out
+            give = partial(deliver, terms=terms, out=kept, single=is_single(shards, planner, terms))
             if hosted[0].is_cuda:
+                given = None if given is None else given.clone()
                 tensors = [*hosted, *(outs or []), *([] if given is None else [given])]
                 stream = planner.stream(hosted[0].device)
                 return start_on_stream(stream, tensors, lambda: self._run(hosted, outs, given), give)

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..group.autograd import Kept, keep, refuse_recomputation
 from ..local.registry import define
 from .context_kernels import backward, empty_results, forward
 
@@ -161,6 +163,8 @@ def attend(
     tensors = [*qs, *ks, *vs]
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         results = _operator.overload(tensors, batch.key, scale)
+        if torch.compiler.is_compiling() and batch.group.world_size > 1:
+            results = [Kept.apply(x) for x in results]
     else:
         follows = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         results = _Attention.apply(batch, scale, "attention and its gradient" if follows else "attention", *tensors)
@@ -183,6 +187,7 @@ def _run(tensors: list[Tensor], key: Tensor, scale: float | None) -> list[Tensor
 
 
 def _run_fake(tensors: list[Tensor], key: Tensor, scale: float | None) -> list[Tensor]:
+    refuse_recomputation(tensors)
     qs, _, vs = _parts(tensors, 3)
     results = [empty_results(q, v) for q, v in zip(qs, vs)]
     return [x for half in zip(*results) for x in half]
@@ -210,6 +215,8 @@ _adjoint = define(
 
 def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     tensors, key, ctx.scale = inputs
+    if torch.compiler.is_compiling() and dist.is_initialized():
+        output = list(map(keep, output))
     ctx.save_for_backward(*tensors, *output, key)
 
 

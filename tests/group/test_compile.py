@@ -240,3 +240,18 @@ def test_backward_runs_no_exchange_again_to_save_memory() -> None:
     forward = ["all_reduce", "reduce_scatter", "all_reduce"]
     backward = ["backward of reduce_scatter", "backward of all_reduce"]
     assert run_processes(count_exchanges, 2) == [(forward, backward)] * 2
+
+
+def save_nothing(rank: int, world_size: int) -> str:
+    torch._dynamo.reset()
+    group = ShardGroup(4)
+    x = [torch.randn(7, 16, requires_grad=True) for _ in group.virtual_ranks]
+    compiled = torch.compile(kept_step, fullgraph=True, backend="aot_eager_decomp_partition")
+    with torch._functorch.config.patch(activation_memory_budget=0.0), pytest.raises(Exception) as caught:
+        compiled(group, x, [7, 3, 5, 0], torch.tensor([7 - v for v in group.virtual_ranks]))
+    return str(caught.value)
+
+
+def test_a_compiler_that_saves_nothing_is_refused() -> None:
+    for message in run_processes(save_nothing, 2):
+        assert "activation_memory_budget: at 0 the compiler runs collectives again in backward" in message

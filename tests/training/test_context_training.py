@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -327,3 +328,30 @@ def test_selective_checkpoints_save_the_exchange_of_the_recomputation(monkeypatc
     (plain, often), (selective, seldom) = results
     assert (often, seldom) == (8, 6)  # K and V each: forward, recomputation, backward, gradients
     assert all(map(bits.equal, plain, selective))
+
+
+def _compiled_to_save_memory(rank: int, world_size: int) -> list[str]:
+    """What a process sends where one alone saves memory."""
+    torch._dynamo.reset()
+    group = ShardGroup(2)
+    batch, sent, send = group.context_parallel([6, 4], [0, 5, 10]), [], context_ops.send
+
+    def counted(*args: Any, back: bool = False) -> Any:
+        sent.append("back" if back else "there")
+        return send(*args, back=back)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = batch.attention(x.tanh(), x.cos(), x.exp())
+        return ((y.sin() * y).exp() * y.sin()).sum()
+
+    whole = torch.randn(10, 2, 8, generator=torch.Generator().manual_seed(0))
+    x = batch.split(whole).requires_grad_()
+    budget = torch._functorch.config.patch(activation_memory_budget=0.3 if rank else 1.0)
+    with budget, patch.object(context_ops, "send", counted):
+        torch.compile(step, fullgraph=True, backend="aot_eager_decomp_partition")(x).backward()
+    return sent
+
+
+def test_compiled_attention_is_not_run_again_to_save_memory() -> None:
+    # K and V are sent again, as they are in all compiled code.
+    assert run_processes(_compiled_to_save_memory, 2) == [["there", "there", "back"]] * 2
