@@ -3,10 +3,15 @@
 A store's client waits for the answer of the process that hosts the store, however long that takes: a host that is
 stopped (SIGSTOP) would hold up everybody. So operations run in a thread of their own, and whoever asked waits for it
 with a limit.
+
+Python ends a thread of its own, where the interpreter ends, when that thread next asks for the interpreter's lock. In
+the middle of a store's C++ code that aborts the process ("terminate called without an active exception"), although its
+work is done. So the interpreter does not begin to end before the current operation has, and no other begins then.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -25,22 +30,35 @@ class _Worker:
     """A thread that runs one operation after the other. One that hangs is left to itself, and another takes over."""
 
     def __init__(self) -> None:
-        self.tasks: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], queue.SimpleQueue[Any]]]
+        self.tasks: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], queue.SimpleQueue[Any]] | None]
         self.tasks = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True, name="shardsum store").start()
+        self.thread = threading.Thread(target=self._run, daemon=True, name="shardsum store")
+        self.thread.start()
 
     def _run(self) -> None:
-        while True:
-            fn, args, answer = self.tasks.get()
+        while (task := self.tasks.get()) is not None:
+            fn, args, answer = task
             try:
                 answer.put((fn(*args), None))
             except BaseException as error:
                 answer.put((None, error))
-            del fn, args, answer
+            del task, fn, args, answer
 
 
+LONGEST_EXIT_S = 2.0  # that the end of the interpreter waits for an operation, which may never end
 _worker: _Worker | None = None
 _lock = threading.Lock()
+_ending = False
+
+
+@atexit.register
+def _end() -> None:
+    global _ending
+    with _lock:
+        _ending, worker = True, _worker
+    if worker is not None:
+        worker.tasks.put(None)
+        worker.thread.join(LONGEST_EXIT_S)
 
 
 def _forget_worker() -> None:
@@ -54,10 +72,12 @@ os.register_at_fork(after_in_child=_forget_worker)  # threads stay behind
 def within(limit: float, fn: Callable[..., Any], *args: Any) -> Any:
     """``fn(*args)``, run by the thread. TimeoutError after ``limit`` seconds; errors of ``fn`` pass through."""
     global _worker
-    with _lock:
-        worker = _worker = _worker or _Worker()
     answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    worker.tasks.put((fn, args, answer))
+    with _lock:
+        if _ending:
+            raise RuntimeError("the interpreter is ending")
+        worker = _worker = _worker or _Worker()
+        worker.tasks.put((fn, args, answer))
     try:
         value, error = answer.get(timeout=limit)
     except queue.Empty:

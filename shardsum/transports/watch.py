@@ -8,21 +8,23 @@ waits) and reads what the others have published. Two findings are certain:
 * Processes wait for each other in a circle, each for one that has not begun the exchange it is awaited in.
 
 Whoever finds that closes the connections of the wire, which ends the waits of all its processes.
+
+The interpreter does not begin to end before a look has: see :mod:`.store`.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from .store import BoundedStore
+from .store import LONGEST_EXIT_S, BoundedStore
 
 if TYPE_CHECKING:
     from .tagged import TaggedWire
@@ -34,15 +36,23 @@ LONGEST_PAUSE_S = 1.0  # between two looks at the same wait
 _wires: WeakSet[TaggedWire] = WeakSet()
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
+_ending = threading.Event()
 
 
 def _forget_thread() -> None:
-    global _thread, _lock
-    _thread, _lock = None, threading.Lock()
+    global _thread, _lock, _ending
+    _thread, _lock, _ending = None, threading.Lock(), threading.Event()
     _wires.clear()
 
 
 os.register_at_fork(after_in_child=_forget_thread)
+
+
+@atexit.register
+def _end() -> None:
+    _ending.set()
+    if (thread := _thread) is not None:
+        thread.join(LONGEST_EXIT_S)
 
 
 def add(wire: TaggedWire) -> None:
@@ -57,8 +67,7 @@ def add(wire: TaggedWire) -> None:
 
 def _run() -> None:
     global _thread
-    while True:
-        time.sleep(TICK_S)
+    while not _ending.wait(TICK_S):
         with _lock:
             wires = [*_wires]
             if not wires:
@@ -141,7 +150,13 @@ class Board:
         return None
 
     def _find_circle(self) -> str | None:
-        """Processes that wait for each other: named when seen twice, since one of the waits may just have ended."""
+        """Processes that wait for each other: named when seen twice, since one of the waits may just have ended.
+
+        What another process has published may be old, on a loaded machine by more than two looks. But this one's state
+        is not. So the wait for it stands if it has not begun that exchange; whoever waits there cannot have gone on
+        since it published, so what is known of it is true as well, and so on around the circle. A wire that a process
+        does not tell of proves nothing: that process may have left the exchange, and the group, long ago.
+        """
         me = self.ranks[self.rank]
         said: dict[int, dict[str, Any]] = {}
         waits: list[tuple[int, str, list[Any]]] = []
@@ -169,4 +184,5 @@ class Board:
 
     @staticmethod
     def _has_begun(state: Any, number: int) -> bool:
-        return state is not None and bool(state["steps"]) and state["steps"][-1][0] >= number
+        """Whether an exchange may have begun, by a process's state of that wire."""
+        return state is None or (bool(state["steps"]) and state["steps"][-1][0] >= number)
