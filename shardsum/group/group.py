@@ -113,6 +113,10 @@ class CollectiveGroup(Collectives):
         #: The virtual ranks hosted by this process, increasing.
         self.virtual_ranks = planner.virtual_ranks
 
+    def __del__(self) -> None:
+        if (planner := self.__dict__.get("_planner")) is not None:  # else the constructor failed
+            planner.let_go()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CollectiveGroup:
         return self  # copies of a module that holds a group share it: processes and connections are not copied
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class Planner:
         self.most_hosted = max(hosted.values())
         self.name = f"group{next(_names)}"
         self._closed = False
-        self._plans: dict[Terms, Plan] = {}
+        self._plans: MutableMapping[Terms, Plan] = {}
         self.by_arguments: dict[Hashable, Plan] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.setting = partial(Setting, self.num_virtual_ranks, self.world_size)
@@ -107,6 +108,11 @@ class Planner:
             finally:
                 self.leave()
             raise
+
+    def let_go(self) -> None:
+        """Keep only plans that others hold: the group was dropped. (Plans hold their planner: a reference cycle.)"""
+        self.by_arguments.clear()
+        self._plans = WeakValueDictionary(self._plans)
 
     def close(self) -> None:
         """Give back memory and connections once every process has come here; later calls raise."""
