@@ -20,11 +20,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+try:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+except ModuleNotFoundError as error:
+    raise SystemExit(f'train_llama.py needs {error.name}: pip install "shardsum[models]"') from error
 
 from shardsum import ShardGroup, bits
 from shardsum.integrations.transformers import apply_cp, model_inputs

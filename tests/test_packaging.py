@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from setuptools.config.pyprojecttoml import read_configuration
 
 ROOT = Path(__file__).parent.parent
-SETTINGS = read_configuration(ROOT / "pyproject.toml")
+SETTINGS = read_configuration(ROOT / "pyproject.toml", expand=False)
 
 
 def test_every_folder_of_code_is_installed() -> None:
@@ -19,6 +21,17 @@ def test_every_folder_of_code_is_installed() -> None:
     sources = {p.parent for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh")}
     wanted |= {".".join(["shardsum", *f.relative_to(ROOT).parts]) for f in sources}
     assert set(SETTINGS["tool"]["setuptools"]["packages"]) == wanted
+
+
+@pytest.mark.parametrize("url", ["", "https://example.org/shardsum"])
+def test_links_of_an_index_page_work_without_the_repository(url: str) -> None:
+    made = runpy.run_path(str(ROOT / "setup.py"), run_name="looked at")
+    page = made["index_page"]((ROOT / "README.md").read_text(), url)
+    targets = re.findall(r"\]\(([^)]+)\)", page)
+    assert "docs/benchmarks.md" in page if url else "docs/benchmarks.md" not in page
+    assert all(target.startswith(("https://", "http://")) for target in targets)
+    links = made["project_urls"](url)
+    assert bool(links) == bool(url) and all(link.startswith(url) for link in links.values())
 
 
 WITHOUT = """
