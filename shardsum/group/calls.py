@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from marshal import dumps
 from typing import Any
 
 import torch
@@ -20,9 +21,6 @@ from .planner import Planner
 from .terms import Terms
 
 _is_compiling = torch.compiler.is_compiling
-_INT = {int}
-#: What options are in a key: values that nobody can change later. (A Tensor equals itself, whatever it holds by then.)
-_PLAIN = {type(None), int, float, str, torch.dtype}
 
 
 def call(
@@ -52,7 +50,7 @@ def call(
         try:
             key = _key(name, shards, lengths, options)
             found = planner.by_arguments.get(key)
-        except (TypeError, RuntimeError, AttributeError, IndexError):  # not plain or not hashable: left to the checks
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):  # not plain: left to the checks
             key, found = None, None
         plan = found or _make(planner, name, shards, lengths, _named(name, lengths, options), out, async_op)
         if found is None and key is not None:
@@ -185,31 +183,22 @@ def _trace(
 def _key(name: str, shards: Any, lengths: Any, options: tuple[Any, ...]) -> Hashable:
     """The key of a call among those seen before; None, or an error, for arguments of unusual types.
 
-    Lengths and intervals are compared as ints: True and 8.0 equal ints, but the checks refuse them.
+    Their values are in it as bytes: nobody can change them later, and they differ where only the type does (True and
+    8.0 equal ints, but the checks refuse them) or the sign of a zero.
     """
     first = shards if type(shards) is Tensor else shards[0] if type(shards) is list else None
     if type(first) is not Tensor:  # a DTensor would communicate where one looks into it
         return None
-    if name == "exchange":
-        lengths = [bound for pair in (*lengths[0], None, *lengths[1]) for bound in pair or (-1,)]
+    told: Hashable = None
     if type(lengths) is Tensor:
-        said: tuple[Any, ...] = tuple(lengths.tolist()) if lengths.is_cpu else first.shape
-        said = (lengths.is_cpu, lengths.shape, lengths.dtype, first.shape, said)
-    elif _INT.issuperset(map(type, lengths)):
-        said = tuple(lengths)
-    else:
-        return None
-    if name == "reduce_scatter" and options[4] is not None:
-        if type(options[4]) is not tuple or not _INT.issuperset(map(type, options[4])):
+        told = lengths.is_cpu, lengths.shape, lengths.dtype
+        lengths = lengths.tolist() if lengths.is_cpu else None
+    dtype = None
+    if name != "all_gather":
+        dtype, options = options[3], (*options[:3], *options[4:])
+        if dtype is not None and type(dtype) is not torch.dtype:
             return None
-        plain = options[:4] + options[5:]
-    else:
-        plain = options
-    if not _PLAIN.issuperset(map(type, plain)):
-        return None
-    if name != "all_gather" and options[2] is not None and not options[2]:  # 0.0 equals -0.0
-        return None
-    return name, type(shards), first.shape[1:], first.dtype, said, options
+    return name, type(shards), first.shape, first.dtype, dtype, told, dumps((lengths, options), 2)
 
 
 def _row_dims(shards: Shards, lengths: Any, options: Options, planner: Planner) -> int | None:
