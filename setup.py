@@ -46,4 +46,6 @@ if __name__ == "__main__":
         long_description=index_page((Path(__file__).parent / "README.md").read_text(), published),
         long_description_content_type="text/markdown",
         project_urls=project_urls(published),
+        # pip install -e: the folder's path, which type checkers follow, in place of an import hook, which they cannot.
+        options={"editable_wheel": {"mode": "compat"}},
     )
