@@ -120,7 +120,7 @@ def held_plans(rank: int, world_size: int, steps: int) -> None:
         shared = torch.zeros(60, 24, dtype=torch.bfloat16, device=group.device)
         for shard, out, message in (
             (mine, mine, "out: shares memory"),
-            (shared[:40], shared[20:], "out: shares memory"),
+            (shared[:40], shared[3:43], "out: shares memory"),  # also with the 7 rows of process 1
             (mine, mine.new_empty(960), "out: "),
             (mine, mine.new_empty(24, 40), "out: "),
             (mine, mine.cpu(), "out: on cpu"),
