@@ -340,34 +340,45 @@ def test_an_fp16_overflow_on_one_process_skips_the_step_on_all() -> None:
 # HSDP
 
 
-def _hsdp(rank: int, world_size: int, dims: int, wire: Any) -> list[torch.Tensor]:
+def _hsdp(rank: int, world_size: int, dims: int, wire: Any, device: str = "cpu") -> list[torch.Tensor]:
     """Two replicas of two shards each: gradients 1e8, 1, -1e8, 1 of a layer that must be padded. ``dims``: of the mesh
     that FSDP is given. The gradients after one step, after micro-batches (1e8, 1, -1e8, 1), (1, 1, 1, 1) whose
     all_reduce torch puts off, and after a step with bfloat16 gradients."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=HSDP)
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=HSDP)
     torch.manual_seed(0)
     half = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    models = [nn.Sequential(nn.Linear(5, 3, bias=False)) for _ in range(3)]
+    models = [nn.Sequential(nn.Linear(5, 3, bias=False, device=device)) for _ in range(3)]
     for model, policy in zip(models, (MixedPrecisionPolicy(), MixedPrecisionPolicy(), half)):
         for module in (model[0], model):
             fully_shard(module, mesh=mesh if dims == 2 else mesh["shard"], mp_policy=policy)
         over = None if dims == 2 and wire is None else dist.group.WORLD
         FSDPReduceScatter(scale=0.5, over=over, wire_dtype=wire).install(model)
-    x = torch.full((1, 5), [1e8, 1.0, -1e8, 1.0][rank])
-    for model, batches in zip(models, ([x], [x, torch.ones(1, 5)], [x])):
+    x = torch.full((1, 5), [1e8, 1.0, -1e8, 1.0][rank], device=device)
+    for model, batches in zip(models, ([x], [x, torch.ones_like(x)], [x])):
         for i, batch in enumerate(batches):
             model.set_requires_all_reduce(i == len(batches) - 1)
             model(batch).sum().backward()
-    return [model[0].weight.grad.full_tensor() for model in models]
+    return [model[0].weight.grad.full_tensor().cpu() for model in models]
 
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
 @pytest.mark.parametrize("dims", [1, 2])
 def test_hsdp_adds_shards_and_replicas_in_one_order(dims: int, wire: Any) -> None:
+    _check_hsdp(run_processes(_hsdp, 4, dims, wire))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("dims", [1, 2])
+def test_hsdp_on_gpus(dims: int) -> None:
+    _check_hsdp(run_processes(_hsdp, 4, dims, None, "cuda", backend="nccl"))
+
+
+def _check_hsdp(results: list[list[torch.Tensor]]) -> None:
     rows = [torch.tensor([x]) for x in (1e8, 1.0, -1e8, 1.0)]
     one_sum = reference.ragged_sum(rows, [0] * 4, 1, scale=0.5, out_dtype=torch.float32).item()
-    assert one_sum == (0.5 if wire is None else one_sum)
-    for found in run_processes(_hsdp, 4, dims, wire):
+    assert one_sum == 0.5
+    for found in results:
         for grad, value in zip(found, (one_sum, one_sum + 2.0, one_sum)):
             assert bits.equal(grad, torch.full((3, 5), value))
 
