@@ -20,7 +20,7 @@ from ..transports.wire import Step
 from .busy import Busy
 from .side_channel import OutOfStep, SideChannel, StoreGone
 
-_GRACE_S = 2.0  # how long a process that failed waits for others to say how they fared
+_GRACE_S = 1.0  # how long a process that failed waits for others to say how they fared: its error comes within two
 _STORE_LIMIT_S = 0.5  # for an operation of the store then
 
 

@@ -78,6 +78,8 @@ def one_run(processes: int, placement: str, folder: Path, text: str, kills: int)
                         os.kill(victim, signal.SIGKILL)
             killed += 1
         printed = folder.with_suffix(".log").read_text()
+        if "SIGABRT" in printed or "terminate called" in printed:  # a restart would hide it
+            raise SystemExit(f"a process aborted by itself:\n{printed[-4000:]}")
         if run.returncode == 0:
             return re.findall(r"^hash (\w+)$", printed, re.MULTILINE)[-1], killed
         if run.returncode != -signal.SIGKILL:
