@@ -9,6 +9,7 @@ interrupted run that saved its checkpoint.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
@@ -167,6 +168,7 @@ def _compare(options: Namespace) -> int:
 def _build(options: Namespace) -> int:
     from ..native import loader as native
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that compilers and their folder go, too
     try:
         print(native.build())
     except RuntimeError as error:  # no compiler, or what it says

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardsum.native import builder, gpus, recipe
+from shardsum.native import builder, gpus, loader, recipe
 from shardsum.native.artifact import read_record
 from tests.native.children import Child, run
 from tests.native.tiny import (
@@ -124,6 +124,29 @@ def test_a_killed_build_ahead_of_time_leaves_nothing_beside_the_library(tiny, tm
     (package / "._native.so-123").touch()  # of a kill between the last copy and the rename
     run(tiny, build_tiny_ahead_of_time, str(package / "_native.so"))
     assert [p.name for p in package.iterdir()] == ["_native.so"]
+
+
+def build_by_command(output: str) -> None:
+    from shardsum.tools import cli
+
+    loader._AHEAD_OF_TIME = Path(output)
+    recipe.source_folder = lambda: Path(os.environ["SOURCES"])
+    cli.main(["build"])
+
+
+def test_a_terminated_command_ends_its_compilers_and_leaves_no_folder(tiny, tmp_path):
+    (tmp_path / "hang").touch()
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    victim = Child({**tiny, "TMPDIR": str(temporary)}, build_by_command, str(tmp_path / "_native.so"))
+    wait_for_a_compiler(tmp_path)
+    os.kill(victim.process.pid, signal.SIGTERM)
+    victim.process.join()
+    pids = {int(line.split()[0]) for line in logged(tmp_path)}
+    deadline = time.monotonic() + 10
+    while living(pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert pids and not living(pids) and list(temporary.glob("shardsum-build-*")) == []
 
 
 def test_a_compiler_that_hangs_ends_with_the_time_limit_and_leaves_no_process(tiny, tmp_path):
