@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.numerics import accumulator_dtype
@@ -61,6 +62,8 @@ class Replicas(Sequence[M]):
         for i in range(len(self.virtual_ranks)):
             aliases = {n: nn.Parameter(p.detach(), p.requires_grad) for n, p in self._parameters.items()}
             memo: dict[int, object] = {id(p): aliases[n] for n, p in self._parameters.items()}
+            if dist.is_initialized():  # process groups that modules hold cannot be copied, and need not be
+                memo |= {id(group): group for group in dist.distributed_c10d._world.pg_map}
             self._replicas.append(copy.deepcopy(module, memo))
             self._aliases.append(aliases)
             for name, alias in aliases.items():
