@@ -37,6 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from context_cases import BF16, Case, Padded, Shardsum, TorchContextParallel, packed_borders, share_of_padded
+from context_main import main
 from context_meter import Meter
 from torch import Tensor
 
@@ -167,20 +168,5 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
         args.json.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
-def main() -> None:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells every start and stop otherwise
-    args = arguments()
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-    run(args, device)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main(arguments(), run)

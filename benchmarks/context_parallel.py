@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from context_cases import packed_borders
+from context_main import main
 from context_meter import Meter
 from context_ways import Layer
 
@@ -125,23 +125,5 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def main() -> None:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells every start and stop otherwise
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    args = arguments()
-    device = torch.device("cpu")
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    if "WORLD_SIZE" in os.environ:
-        options = {"device_id": device} if args.device == "cuda" else {}
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **options)
-    run(args, device)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main(arguments(), run)

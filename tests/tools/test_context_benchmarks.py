@@ -78,6 +78,31 @@ def test_balance_of_every_arrangement() -> None:
     assert rows[2].predicted < rows[0].predicted and min(row.slowest for row in rows) > 0
 
 
+def _overlap(rank: int, world_size: int) -> None:
+    import context_overlap
+
+    words = [
+        "--size",
+        "64",
+        "--means",
+        "8",
+        "64",
+        "--heads",
+        "2",
+        "--key-heads",
+        "1",
+        "--head-dim",
+        "8",
+        "--samples",
+        "1",
+    ]
+    context_overlap.run(context_overlap.arguments(words), torch.device("cpu"))
+
+
+def test_overlapped_attention_has_the_bits_of_attention_in_turn() -> None:
+    run_processes(_overlap, 2)  # asserts it
+
+
 def _train_step(rank: int, world_size: int) -> list[Any]:
     import train_step
 
