@@ -65,8 +65,9 @@ class Plan(Generic[R]):
         self.tensors = Tensors(planner, terms, self.bounds, [layout.sinks[q] for q in layout.hosted_sinks(rank)])
         #: Where one row and one result of this process travel over peer memory: the operators' plan, after one call.
         self._bound: Tensor | None = None
-        #: Whether processes have agreed on calls without and with a gradient that is a collective.
-        self._agreed = [False, False]
+        #: Whether processes have agreed on calls without and with a gradient that is a collective. That on a plan
+        #: covers its adjoint.
+        self._agreed = [terms.grad == "adjoint"] * 2
 
     @cached_property
     def _prepared(self) -> Any:
@@ -138,7 +139,7 @@ class Plan(Generic[R]):
 
     def on_list(self, shards: list[Tensor]) -> list[Tensor]:
         """A call with one Tensor a hosted source that gives one a hosted sink, whatever the collective's form."""
-        outs: Any = self(shards)
+        outs: Any = self(shards[0] if len(shards) == 1 else shards)
         return outs if isinstance(outs, list) else [outs]
 
     @overload
@@ -256,7 +257,7 @@ class Plan(Generic[R]):
         """Compare with the other processes where that has not been done for such a call (or always)."""
         terms, planner = self.terms, self._planner
         collective_gradient = not terms.local_adjoint and needs_grad(hosted)
-        if planner.always_agrees or not (terms.grad == "adjoint" or self._agreed[collective_gradient]):
+        if planner.always_agrees or not self._agreed[collective_gradient]:
             planner.agree(terms, collective_gradient)
             self._agreed[collective_gradient] = True
 

@@ -2,8 +2,9 @@
 
 Models hand a :class:`Chunk` on to their attention as an argument of their forward, so a recomputation in the backward
 finds it, in whatever thread that runs. The rows of a batch (B) share the documents' borders; they attend as heads of
-their own. Linear layers and reshapes of models do not all take 0 rows, so an empty chunk goes in as one *filler* row,
-which nobody attends to and which has no target: its part of every gradient is 0.
+their own. Linear layers and reshapes of models do not all take 0 rows, and torch.compile compiles anew for 0 and for 1.
+So a chunk of fewer than two rows is filled up to two: nobody attends to a *filler* row, and it has no target, so its
+part of every gradient is 0.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ..training.context import ContextBatch
     from ..training.shard_group import ShardGroup
+
+
+_LEAST = 2  # rows
 
 
 @dataclass(frozen=True)
@@ -48,16 +52,16 @@ class Chunk:
             ValueError: another number of rows; a layer's window in a batch with a window of its own.
         """
         length = self.batch.lengths[self.virtual_rank]
-        if {x.shape[1] for x in (q, k, v)} != {max(length, 1)}:
+        if {x.shape[1] for x in (q, k, v)} != {max(length, _LEAST)}:
             raise ValueError(
                 f"context_batch: virtual rank {self.virtual_rank} has {length} rows, but the layer passes "
                 f"{q.shape[1]} queries and {k.shape[1]} keys; a cache of earlier keys cannot be used"
             )
         rows = [x.transpose(0, 1).flatten(1, 2) for x in (q, k, v)]
-        if length == 0:
-            rows = [x[:0] for x in rows]
+        if length < _LEAST:
+            rows = [x[:length] for x in rows]
         out = self._plan(window).attention(*rows, scale=scale).unflatten(1, q.shape[::2]).transpose(0, 1)
-        return out if length else F.pad(out, (0, 0, 0, 0, 0, 1))
+        return out if length >= _LEAST else F.pad(out, (0, 0, 0, 0, 0, _LEAST - length))
 
     def _plan(self, window: tuple[int, int]) -> ContextBatch:
         """The batch's plan for a layer with this window, made once a batch."""
@@ -79,7 +83,7 @@ def chunks_of(batch: ContextBatch) -> list[Chunk]:
 
 
 def rows_of(batch: ContextBatch, x: Tensor, filler: int) -> list[Tensor]:
-    """The hosted chunks of whole sequences ``(B, size)``; ``(B, 1)`` of ``filler`` for an empty one."""
+    """The hosted chunks of whole sequences ``(B, size)``, with ``filler`` behind those of fewer than two rows."""
     return [_filled(chunk, filler) for chunk in hosted(batch.split(x, dim=1))]
 
 
@@ -93,4 +97,4 @@ def hosted(x: Tensor | Sequence[Tensor]) -> list[Any]:
 
 
 def _filled(x: Tensor, filler: int) -> Tensor:
-    return x if x.shape[1] else F.pad(x, (0, 1), value=filler)
+    return x if x.shape[1] >= _LEAST else F.pad(x, (0, _LEAST - x.shape[1]), value=filler)

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..core.text import brief
 from . import context_ops as ops
 from .context_checks import AttentionOptions, check_shapes, hosted_tensors
+from .context_inner import attend_by
 from .context_kernels import has_lse, kernel_of
 from .context_plan import Borders, SequencePlan, to_device
 from .documents import documents_of
@@ -51,10 +52,10 @@ class ContextBatch:
         recompute_exchange: K and V of other chunks are not kept from forward to backward but sent again.
     """
 
-    def __init__(self, group: CollectiveGroup, plan: SequencePlan, exchanges: dict[Any, Plan] | None = None) -> None:
+    def __init__(self, group: CollectiveGroup, plan: SequencePlan, exchanges: dict[Any, Any] | None = None) -> None:
         self.group, self.plan = group, plan
         #: Plans of exchanges by what travels, from those that the caller has of this sequence.
-        self.exchanges: dict[Any, Plan] = {} if exchanges is None else exchanges
+        self.exchanges: dict[Any, tuple[Plan, Plan]] = {} if exchanges is None else exchanges
         self.lengths, self.cu_seqlens, self.window = plan.lengths, plan.cu_seqlens, plan.window
         self.size, self.work, self.chunks = plan.size, plan.work, plan.chunks
         self.recompute_exchange = plan.recompute_exchange
@@ -212,7 +213,7 @@ class ContextBatch:
                 ``inner(q, k, v, borders)`` gets a chunk's q, the keys and values that it needs and
                 :class:`shardsum.training.context_plan.Borders`; it returns ``out`` of one row a query, or
                 ``(out, lse)``. It applies ``borders.window`` itself. Not called for empty chunks.
-            return_lse: also return the log-sum-exp of the scores, fp32 ``(length, heads)``, without gradient (with
+            return_lse: also return the log-sum-exp of the scores, fp32 ``(length, heads)``, with its gradient (with
                 ``inner``: what that returns).
 
         Returns:
@@ -238,10 +239,10 @@ class ContextBatch:
         except ValueError as error:
             raise self.group.refuse("attention", error) from error
         if inner is None:
-            outs, lses = ops.attend(self, qs, ks, vs, scale)
-            lses = [x.t() for x in lses]
+            outs, lses = ops.attend(self, qs, ks, vs, scale, return_lse)
+            lses = [x.t() for x in lses[: len(outs)]] if return_lse else []
         else:
-            outs, lses = self._inner(qs, ks, vs, inner, return_lse)
+            outs, lses = attend_by(inner, self, qs, ks, vs, return_lse)
         if not return_lse:
             return outs[0] if single else outs
         return (outs[0], lses[0]) if single else (outs, lses)
@@ -262,34 +263,6 @@ class ContextBatch:
                 f"return_lse: {what} {qs[0].shape[-1]} and {vs[0].shape[-1]} run the kernel {kernel!r}, which has none"
             )
 
-    def _inner(
-        self,
-        qs: Sequence[Tensor],
-        ks: Sequence[Tensor],
-        vs: Sequence[Tensor],
-        inner: Callable[[Tensor, Tensor, Tensor, Borders], Any],
-        return_lse: bool,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        keys, values = ops.send(self, ks, vs, "attention")
-        outs, lses = [], []
-        for q, key, value, chunk in zip(qs, keys, values, self.chunks):
-            if not chunk.calls:
-                # Nothing to attend to, but the result must hang on the exchanges: their backward is a collective. A
-                # product saves its inputs: under activation checkpointing, needing them runs the exchanges again.
-                found = [q[..., :1].expand(-1, -1, value.shape[-1]) * key[:, :1, :1] * value[:, :1]]
-                found += [q.new_zeros(q.shape[:2], dtype=torch.float32)]
-            else:
-                parts = [
-                    inner(q[c.queries], key[c.keys], value[c.keys], c.borders(q.device))
-                    if len(chunk.calls) > 1
-                    else inner(q, key, value, c.borders(q.device))
-                    for c in chunk.calls
-                ]
-                found = _joined(parts, return_lse)
-            outs.append(found[0])
-            lses += found[1:]
-        return outs, lses
-
     def explain(self) -> str:
         """Rows, keys and attention work of every process, for people."""
         return self.plan.explain()
@@ -307,13 +280,3 @@ def _autocast(xs: Sequence[Tensor]) -> list[Tensor]:
         return list(xs)
     dtype = torch.get_autocast_dtype(device)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in xs]
-
-
-def _joined(parts: list[Any], return_lse: bool) -> list[Tensor]:
-    """The results of ``inner`` for one chunk."""
-    if not return_lse:
-        outs = [part[0] if isinstance(part, tuple) else part for part in parts]
-        return [outs[0] if len(outs) == 1 else torch.cat(outs)]
-    if not isinstance(parts[0], tuple):
-        raise ValueError("return_lse: inner returned no (out, lse)")
-    return list(parts[0])

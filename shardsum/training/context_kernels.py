@@ -92,11 +92,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, scale: float | None) 
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, chunk: Chunk, scale: float | None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    chunk: Chunk,
+    scale: float | None,
+    lse_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)``, contiguous, of the inputs' dtypes."""
+    """``(dq, dk, dv)``, contiguous, of the inputs' dtypes. ``lse_grad``: ``(heads, rows)``; None is zero."""
     kernel = kernel_of(q, v, chunk.window)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if lse_grad is not None:
+        return _backward_of_both(grad, q, k, v, out, lse, chunk, scale, lse_grad)
     run = _flash_backward if kernel == "flash" else _efficient_backward
     if kernel in ("flash", "efficient") and len(chunk.calls) == 1:
         grads = run(grad, q, k, v, out, lse, chunk.calls[0], scale)
@@ -132,6 +142,26 @@ def backward(
     return dq, dk, dv
 
 
+def _backward_of_both(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, chunk: Chunk, scale: float, of_lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Kernels know no gradient of the log-sum-exp, but all take ``sum(grad * out)`` of a row from the gradient of its
+    scores, and that of the log-sum-exp is to be added there. So heads get more columns: zeros in q, k, v, which change
+    nothing, ones in ``grad``, and in ``out`` minus that gradient, in as many parts as hold all of its digits."""
+    (dim, value_dim), parts, rest = (q.shape[-1], v.shape[-1]), [], -of_lse.t()
+    for _ in range(3 if q.dtype in (torch.float16, torch.bfloat16) else 1):
+        parts.append(rest.to(q.dtype))
+        rest = rest - parts[-1]
+    more = -(-len(parts) // 8) * 8
+    wide = [F.pad(x, (0, more)) for x in (grad, q, k, v, out)]
+    if not has_lse(kernel_of(wide[1], wide[3], chunk.window)):
+        raise ValueError(f"return_lse: no gradient of it for head dim {dim} in {q.dtype} with window {chunk.window}")
+    columns = slice(value_dim, value_dim + len(parts))
+    wide[0][..., columns], wide[4][..., columns] = 1, torch.stack(parts, -1)
+    dq, dk, dv = backward(wide[0], wide[1], wide[2], wide[3], wide[4], lse, chunk, scale)
+    return _first(dq, dim), _first(dk, dim), _first(dv, value_dim)
+
+
 # One variable-length call
 
 
@@ -140,7 +170,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) ->
     out, lse, *_ = _aten._flash_attention_forward(
         *map(_whole_vectors, (q, k, v)), *b[:4], 0.0, b.window == CAUSAL, False, scale=scale, **_sides(b.window)
     )
-    return out[..., :dim].contiguous(), lse
+    return _first(out, dim), lse
 
 
 def _flash_backward(
@@ -152,7 +182,7 @@ def _flash_backward(
     grads = _aten._flash_attention_backward(
         *inputs, lse, *b[:4], 0.0, b.window == CAUSAL, seed, unused, scale=scale, **_sides(b.window)
     )
-    return (g[..., :dim] for g in grads)
+    return (_first(g, dim) for g in grads)
 
 
 def _sides(window: Window) -> dict[str, int]:
@@ -196,6 +226,11 @@ def _efficient_backward(
     dq, dk, dv = (g[0, ..., : x.shape[-1]] for g, x in zip(grads, (q, k, v)))
     groups = heads // k.shape[1]
     return dq, *(g.unflatten(1, (-1, groups)).sum(2) if groups > 1 else g for g in (dk, dv))
+
+
+def _first(x: Tensor, dim: int) -> Tensor:
+    """The first ``dim`` of each head, contiguous."""
+    return x if x.shape[-1] == dim else x[..., :dim].contiguous()
 
 
 def _whole_vectors(x: Tensor) -> Tensor:

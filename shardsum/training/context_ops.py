@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -27,6 +28,7 @@ from ..local.registry import define
 from .context_kernels import backward, empty_results, forward
 
 if TYPE_CHECKING:
+    from ..group.plan import Plan
     from .context import ContextBatch
 
 #: Batches by number. Entries go with their batches.
@@ -51,36 +53,59 @@ def _batch_of(key: Tensor) -> ContextBatch:
     return batch
 
 
-def exchange(batch: ContextBatch, shards: Sequence[Tensor], name: str, back: bool = False) -> list[Tensor]:
+def exchange(
+    batch: ContextBatch, shards: Sequence[Tensor], name: str, back: bool = False, shared: bool = False
+) -> list[Tensor]:
     """Rows of every chunk to all that need them as keys; ``back``: the adjoint, a sum in rank order to their owners.
 
     Args:
         name: what processes compare beside the rows: whether a backward follows must be the same on all.
+        shared: the results of chunks that need the same rows may be views of one tensor. Not where autograd follows: it
+            would add the gradients of a process's chunks, in an order that depends on who hosts them.
     """
     first = shards[0]
-    key = name, tuple(first.shape[1:]), first.dtype
-    if key not in batch.exchanges:
-        sequence = batch.plan
-        options: dict[str, Any] = {"row_shape": key[1], "dtype": first.dtype, "name": name}
-        batch.exchanges[key] = batch.group.plan(
-            "exchange", in_intervals=sequence.owned, out_intervals=sequence.needed, size=sequence.size, **options
-        )
-    plan = batch.exchanges[key]
-    return (plan.adjoint if back else plan).on_list(list(shards))
+    key = name, first.shape[1:], first.dtype
+    plans = batch.exchanges.get(key)
+    if plans is None:
+        plans = batch.exchanges[key] = _plans(batch, name, first)
+    if back:
+        return plans[0].adjoint.on_list(list(shards))
+    if not shared:
+        return plans[0].on_list(list(shards))
+    found = plans[1].on_list(list(shards))
+    return [x if view is None else found[view[0]][view[1]] for x, view in zip(found, batch.plan.views)]
+
+
+def _plans(batch: ContextBatch, name: str, like: Tensor) -> tuple[Plan, Plan]:
+    """The exchange of keys, and that of what each process needs, joined: which rows those are follows from the first,
+    so the processes' agreement on that covers both."""
+    sequence = batch.plan
+    options: dict[str, Any] = {"row_shape": tuple(like.shape[1:]), "dtype": like.dtype, "name": name}
+    plan = batch.group.plan(
+        "exchange", in_intervals=sequence.owned, out_intervals=sequence.needed, size=sequence.size, **options
+    )
+    joined = plan.of(replace(plan.terms, sinks=tuple(sequence.received)))
+    joined.mark_agreed(False)
+    return plan, joined
 
 
 def send(
-    batch: ContextBatch, ks: Sequence[Tensor], vs: Sequence[Tensor], name: str, back: bool = False
+    batch: ContextBatch,
+    ks: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    name: str,
+    back: bool = False,
+    shared: bool = False,
 ) -> list[list[Tensor]]:
     """K and V, exchanged. The results may be halves of one tensor: kernels read them at a stride."""
     row = ks[0].shape[1] * ks[0].shape[2] * ks[0].element_size()
     if batch.group.world_size == 1 or batch.size * row >= _APART_BYTES * batch.group.world_size:
-        return [exchange(batch, ks, name, back), exchange(batch, vs, name, back)]
+        return [exchange(batch, ks, name, back, shared), exchange(batch, vs, name, back, shared)]
     if ks[0].shape[2] != vs[0].shape[2]:
         dims = [ks[0].shape[2], vs[0].shape[2]]
-        both = exchange(batch, [torch.cat(pair, -1) for pair in zip(ks, vs)], name, back)
+        both = exchange(batch, [torch.cat(pair, -1) for pair in zip(ks, vs)], name, back, shared)
         return [list(half) for half in zip(*(x.split(dims, -1) for x in both))]
-    both = exchange(batch, list(map(_packed, ks, vs)), name, back)
+    both = exchange(batch, list(map(_packed, ks, vs)), name, back, shared)
     return [list(half) for half in zip(*(x.unbind(1) for x in both))]
 
 
@@ -103,7 +128,7 @@ def _forward(
     name: str = "attention",
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """``(keys, values, outs, lses)`` per hosted chunk."""
-    keys, values = send(batch, ks, vs, name)
+    keys, values = send(batch, ks, vs, name, shared=True)
     results = [forward(*inputs, scale) for inputs in zip(qs, keys, values, batch.chunks)]
     outs, lses = map(list, zip(*results))
     return keys, values, outs, lses
@@ -111,19 +136,29 @@ def _forward(
 
 def _backward(
     batch: ContextBatch,
-    grads: Sequence[Tensor],
+    grads: Sequence[Any],
     saved: Sequence[Tensor],
     scale: float | None,
     local: bool,
     name: str = "attention",
 ) -> list[Tensor]:
-    """Gradients of q, k and v. ``saved``: what :func:`_forward` took and gave; ``local``: K and V as it took them."""
+    """Gradients of q, k and v.
+
+    Args:
+        grads: of the outputs, then, where these are differentiated, of the log-sum-exps; None is zero.
+        saved: what :func:`_forward` took and gave.
+        local: the K and V among them are as it took them.
+    """
     qs, keys, values, outs, lses = _parts(saved, 5)
     if local:
-        keys, values = send(batch, keys, values, name)
-    found = []
-    for i, chunk in enumerate(batch.chunks):
-        found.append(backward(grads[i], qs[i], keys[i], values[i], outs[i], lses[i], chunk, scale))
+        keys, values = send(batch, keys, values, name, shared=True)
+    n = len(batch.chunks)
+    found: list[Any] = [None] * n
+    # The chunk with the most keys first: its kernel takes the most memory, when nobody's results are here yet.
+    for i in sorted(range(n), key=lambda i: -batch.chunks[i].keys):
+        grad = torch.zeros_like(outs[i]) if grads[i] is None else grads[i]
+        of_lse = grads[n + i] if len(grads) > n else None
+        found[i] = backward(grad, qs[i], keys[i], values[i], outs[i], lses[i], batch.chunks[i], scale, of_lse)
         keys[i] = values[i] = None  # what was sent anew is done with
     dqs, dks, dvs = map(list, zip(*found))
     return [*dqs, *itertools.chain(*send(batch, dks, dvs, name, back=True))]
@@ -137,56 +172,60 @@ def _parts(xs: Sequence[Any], count: int) -> list[list[Any]]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, batch: ContextBatch, scale: float | None, name: str, *tensors: Tensor
+        ctx: Any, batch: ContextBatch, scale: float | None, lse: bool, name: str, *tensors: Tensor
     ) -> Any:
         qs, ks, vs = _parts(tensors, 3)
         keys, values, outs, lses = _forward(batch, qs, ks, vs, scale, name)
         ctx.batch, ctx.scale, ctx.name = batch, scale, name
         kept = (ks, vs) if batch.recompute_exchange else (keys, values)
         ctx.save_for_backward(*qs, *kept[0], *kept[1], *outs, *lses)
-        ctx.mark_non_differentiable(*lses)
-        return (*outs, *lses)
+        ctx.set_materialize_grads(False)
+        return (*outs, *lses) if lse else tuple(outs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any) -> tuple:  # type: ignore[override]
         batch = ctx.batch
-        cotangents = grads[: len(batch.chunks)]
-        found = _backward(batch, cotangents, ctx.saved_tensors, ctx.scale, batch.recompute_exchange, ctx.name)
-        return None, None, None, *found
+        found = _backward(batch, grads, ctx.saved_tensors, ctx.scale, batch.recompute_exchange, ctx.name)
+        return None, None, None, None, *found
 
 
 def attend(
-    batch: ContextBatch, qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], scale: float | None
+    batch: ContextBatch,
+    qs: Sequence[Tensor],
+    ks: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    scale: float | None,
+    lse: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """``(outs, lses)`` per hosted chunk, with autograd."""
+    """``(outs, lses)`` per hosted chunk, with autograd. Without ``lse`` no log-sum-exps are given out."""
     tensors = [*qs, *ks, *vs]
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        results = _operator.overload(tensors, batch.key, scale)
+        results = _operator.overload(tensors, batch.key, scale, lse)
         if torch.compiler.is_compiling() and batch.group.world_size > 1:
             results = [Kept.apply(x) for x in results]
     else:
         follows = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        results = _Attention.apply(batch, scale, "attention and its gradient" if follows else "attention", *tensors)
-    outs, lses = _parts(results, 2)
-    return outs, lses
+        name = "attention and its gradient" if follows else "attention"
+        results = _Attention.apply(batch, scale, lse, name, *tensors)
+    return list(results[: len(qs)]), list(results[len(qs) :])
 
 
 # The registered operator
 
 
-def _run(tensors: list[Tensor], key: Tensor, scale: float | None) -> list[Tensor]:
+def _run(tensors: list[Tensor], key: Tensor, scale: float | None, lse: bool) -> list[Tensor]:
     batch = _batch_of(key)
     qs, ks, vs = _parts(tensors, 3)
     try:
-        batch.check(qs, ks, vs, scale)
+        batch.check(qs, ks, vs, scale, lse)
     except ValueError as error:
         raise batch.group.refuse("attention", error) from error
     _, _, outs, lses = _forward(batch, qs, ks, vs, scale)
     return [*outs, *lses]
 
 
-def _run_fake(tensors: list[Tensor], key: Tensor, scale: float | None) -> list[Tensor]:
+def _run_fake(tensors: list[Tensor], key: Tensor, scale: float | None, lse: bool) -> list[Tensor]:
     refuse_recomputation(tensors)
     qs, _, vs = _parts(tensors, 3)
     results = [empty_results(q, v) for q, v in zip(qs, vs)]
@@ -201,8 +240,9 @@ def _run_backward_fake(grads: list[Tensor], saved: list[Tensor], key: Tensor, sc
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for half in _parts(saved, 5)[:3] for x in half]
 
 
+# The log-sum-exps are results always, since backward needs them; ``lse``: they are differentiated, too.
 _operator = define(
-    "context_attention(Tensor[] tensors, Tensor key, float? scale) -> Tensor[]",
+    "context_attention(Tensor[] tensors, Tensor key, float? scale, bool lse) -> Tensor[]",
     _run,
     _run_fake,
 )
@@ -214,7 +254,7 @@ _adjoint = define(
 
 
 def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    tensors, key, ctx.scale = inputs
+    tensors, key, ctx.scale, ctx.lse = inputs
     if torch.compiler.is_compiling() and dist.is_initialized():
         output = list(map(keep, output))
     ctx.save_for_backward(*tensors, *output, key)
@@ -222,8 +262,8 @@ def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 
 def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple:
     *saved, key = ctx.saved_tensors
-    cotangents, _ = _parts(grads, 2)
-    return _adjoint.overload(cotangents, saved, key, ctx.scale), None, None
+    cotangents = grads if ctx.lse else _parts(grads, 2)[0]
+    return _adjoint.overload(cotangents, saved, key, ctx.scale), None, None, None
 
 
 _operator.differentiate(_setup, _differentiate)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.layout import split_evenly
+from ..core.layout import Interval, length, split_evenly
 from .context_checks import check_lengths
 from .documents import UNLIMITED, ChunkPlan, Window, check_borders, documents_of, effective_window, plan_chunks
 
@@ -115,6 +115,29 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
+def share(needed: Sequence[Interval], owners: Sequence[int]) -> tuple[list[Interval], list[int]]:
+    """Overlapping intervals of one process joined.
+
+    Returns:
+        The intervals, empty for those that another one holds, and for each the index of the one that holds it.
+
+    Example:
+        >>> share([(0, 4), (0, 8), (2, 12), (12, 16)], [0, 1, 1, 0])
+        ([(0, 4), (0, 12), (2, 2), (12, 16)], [0, 1, 1, 3])
+    """
+    joined, homes, last = list(needed), list(range(len(needed))), dict[int, int]()
+    for v in sorted(range(len(needed)), key=lambda v: needed[v]):
+        (begin, end), home = needed[v], last.get(owners[v])
+        if begin == end:
+            continue
+        if home is not None and begin < joined[home][1]:
+            joined[home], homes[v] = (joined[home][0], max(joined[home][1], end)), home
+            joined[v] = (begin, begin)
+        else:
+            last[owners[v]] = v
+    return joined, homes
+
+
 class SequencePlan:
     """One batch of packed documents on the virtual ranks of a group.
 
@@ -126,6 +149,10 @@ class SequencePlan:
 
     Attributes:
         owned, needed: intervals of positions per virtual rank: its chunk, and the keys that the chunk needs.
+        received: what travels of ``needed``: where several chunks of a process need the same keys, the first of them
+            receives the keys of all, and the others an empty interval.
+        views: for every hosted chunk, whose received keys hold its own (index among the hosted chunks), and the slice
+            of them; None for all of its own.
         hosted: the chunks of this process.
         work: query-key pairs by process.
 
@@ -156,6 +183,14 @@ class SequencePlan:
         self.owned, self.needed = [p.chunk for p in self.plans], [p.keys for p in self.plans]
         self.chunks = [Chunk(plan, self.window) for plan, owner in zip(self.plans, owners) if owner == rank]
         self.hosted = [chunk.plan.chunk for chunk in self.chunks]
+        self.received, homes = share(self.needed, owners)
+        ranks = [v for v, owner in enumerate(owners) if owner == rank]
+        self.views: list[tuple[int, slice] | None] = []
+        for v in ranks:
+            at = self.needed[v][0] - self.received[homes[v]][0]
+            whole = self.needed[v] == self.received[v]
+            rows = slice(at, at + length(self.needed[v]))
+            self.views.append(None if whole else (ranks.index(homes[v]), rows))
         self.recompute_exchange = self._exceeds() if recompute_exchange is None else bool(recompute_exchange)
         for chunk in self.chunks:
             chunk.warm(device)

@@ -31,14 +31,15 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+from .modes import Modes, is_compiled
 
 if TYPE_CHECKING:
     from ..group.group import CollectiveGroup
@@ -75,7 +76,7 @@ class _Call:
     hosted: tuple[Any, ...]
     args: tuple[Any, ...]
     options: dict[str, Any]
-    modes: _Modes
+    modes: Modes
 
     def same_as(self, other: _Call) -> bool:
         mine, theirs = (self.name, self.modes), (other.name, other.modes)
@@ -99,7 +100,7 @@ class Lockstep:
         except ImportError as error:
             raise ImportError('lockstep needs the package greenlet: pip install "shardsum[models]"') from error
         self._group, self._ranks = group, group.virtual_ranks
-        self._outside = _Modes.now(group.device)
+        self._outside = Modes.now(group.device)
         self._modes = [self._outside] * len(functions)
         self._calls: list[_Call | None] = [None] * len(functions)
         self._results: list[Any] = [None] * len(functions)
@@ -140,7 +141,14 @@ class Lockstep:
             hosted: what belongs to this function's virtual rank.
             args, options: what must be equal for all functions.
         """
-        i, modes = self._index, _Modes.now(self._group.device)
+        i = self._index
+        if is_compiled():
+            raise ValueError(
+                f"{name}: virtual rank {self._ranks[i]} calls it in a lockstep inside code under torch.compile, which "
+                "cannot wait for other functions; compile what lies between such calls, or host one virtual rank a "
+                "process"
+            )
+        modes = Modes.now(self._group.device)
         if self._closed:
             raise RuntimeError(f"{name}: virtual rank {self._ranks[i]} calls it while its lockstep ends")
         if modes.stacks != self._outside.stacks:
@@ -161,7 +169,7 @@ class Lockstep:
         if coroutine.dead:
             return
         self._calls[i] = None
-        outside = _Modes.now(self._group.device)
+        outside = Modes.now(self._group.device)
         try:
             with self._group.rng(self._ranks[i]), self._collectives_meet(i):
                 self._modes[i].set()
@@ -174,7 +182,7 @@ class Lockstep:
                 raised.add_note(f"in the function of virtual rank {self._ranks[i]} of a lockstep")
             raise
         finally:
-            self._modes[i] = _Modes.now(self._group.device)
+            self._modes[i] = Modes.now(self._group.device)
             outside.set()
 
     @contextmanager
@@ -221,7 +229,7 @@ class Lockstep:
 
     def _call(self) -> list[Any]:
         calls = [c for c in self._calls if c is not None]
-        first, outside = calls[0], _Modes.now(self._group.device)
+        first, outside = calls[0], Modes.now(self._group.device)
         first.modes.set()
         try:
             result = first.call(*map(list, zip(*(c.hosted for c in calls))), *first.args, **first.options)
@@ -256,43 +264,3 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, partial) and isinstance(b, partial):  # replicas have copies of those that a module holds
         return _equal([a.func, a.args, a.keywords], [b.func, b.args, b.keywords])
     return bool(a == b)
-
-
-@dataclass(frozen=True)
-class _Modes:
-    """State of the thread that a function changes by context managers.
-
-    Attributes:
-        grad: grad mode.
-        autocast: ``(device type, enabled, dtype)`` of the CPU and the group's device, then the cache's flag.
-        stacks: what cannot be switched, only compared: inference mode, hooks on saved tensors, modes of torch.
-    """
-
-    grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    cache: bool
-    stacks: tuple[Any, ...] = field(compare=False)
-
-    @classmethod
-    def now(cls, device: torch.device) -> _Modes:
-        kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-        autocast = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        stacks = (
-            torch.is_inference_mode_enabled(),
-            hooks,
-            _len_torch_dispatch_stack(),
-            torch._C._len_torch_function_stack(),
-        )
-        return cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), stacks)
-
-    def set(self) -> None:
-        torch._C._set_grad_enabled(self.grad)
-        for kind, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self.cache)
-
-    def __str__(self) -> str:
-        on = [f"{kind} {dtype}" for kind, enabled, dtype in self.autocast if enabled]
-        return f"grad {'on' if self.grad else 'off'}, autocast {', '.join(on) or 'off'}"

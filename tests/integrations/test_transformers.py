@@ -153,7 +153,7 @@ def test_errors_name_what_the_attention_does_not_have() -> None:
 def test_targets_stay_in_their_documents() -> None:
     batch = ShardGroup(4).context_parallel(CHUNKS["uneven"], BORDERS)
     inputs = model_inputs(batch, IDS, IDS)
-    assert [kwargs["input_ids"].shape[1] for kwargs in inputs] == [9, 1, 4, 11]  # an empty chunk is a filler row
+    assert [kwargs["input_ids"].shape[1] for kwargs in inputs] == [9, 2, 4, 11]  # an empty chunk is two filler rows
     rows = [x for v, k in enumerate(inputs) for x in k["shift_labels"][0, : CHUNKS["uneven"][v]].tolist()]
     assert rows == [-100 if i + 1 in BORDERS else IDS[0, i + 1].item() for i in range(24)]
-    assert inputs[1]["shift_labels"].tolist() == [[-100], [-100]] and inputs[0]["num_items_in_batch"] == 2 * 20
+    assert inputs[1]["shift_labels"].tolist() == [[-100] * 2] * 2 and inputs[0]["num_items_in_batch"] == 2 * 20

@@ -101,7 +101,9 @@ def test_low_precision_is_as_good_as_one_process(dtype: torch.dtype) -> None:
         assert mine.dtype == dtype and (mine - exact).abs().max() <= 1.5 * (whole[name] - exact).abs().max() + ulp
 
 
-def reference_exchange(batch: Any, shards: Any, name: str, back: bool = False) -> list[torch.Tensor]:
+def reference_exchange(
+    batch: Any, shards: Any, name: str, back: bool = False, shared: bool = False
+) -> list[torch.Tensor]:
     """The exchange by the loops of reference.py, forward and adjoint, in place of context_ops.exchange."""
     owned, needed = batch.plan.owned, batch.plan.needed
     if back:

@@ -101,6 +101,22 @@ def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Sequence
     return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v), scores.logsumexp(-1).t()
 
 
+def check_gradients_of_both(parts: Any, inputs: Any, outs: Any, lses: Any, window: Sequence[int]) -> None:
+    """Gradients through out and lse together, and through lse alone."""
+    generator = torch.Generator().manual_seed(5)
+    g, h = (torch.randn(*shape, generator=generator) for shape in ((S, 4, 16), (S, 4)))
+    for results, exact, cotangents in (
+        ([*lses, *outs], windowed(*inputs, window)[::-1], [h, g]),
+        (lses, windowed(*inputs, window)[1:], [h]),
+    ):
+        wanted = torch.autograd.grad(exact, inputs, [x.double() for x in cotangents], materialize_grads=True)
+        flat = [x for part in parts for x in part]
+        split = [piece for x in cotangents for piece in x.split(LENGTHS)]
+        found = torch.autograd.grad(results, flat, split, retain_graph=True)
+        for i, expected in enumerate(wanted):
+            assert torch.allclose(torch.cat(found[5 * i : 5 * (i + 1)]).double(), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("value_dim", [16, 12])
 @pytest.mark.parametrize(
     ("window", "causal"),
@@ -121,8 +137,9 @@ def test_windows_against_the_definition(window: Any, causal: bool, value_dim: in
     for part, exact in zip(parts, inputs):
         assert torch.allclose(torch.cat([p.grad for p in part]).double(), exact.grad, atol=1e-5)
     if value_dim == 16:
-        _, lses = cp.attention(*parts, return_lse=True)
-        assert torch.allclose(torch.cat(lses).double(), lse, atol=1e-5) and not lses[0].requires_grad
+        outs, lses = cp.attention(*parts, return_lse=True)
+        assert torch.allclose(torch.cat(lses).double(), lse, atol=1e-5)
+        check_gradients_of_both(parts, inputs, outs, lses, (left, 0 if causal else right))
     else:
         with pytest.raises(
             ValueError, match=r"return_lse: .* head dims 16 and 12 run the kernel 'math', which has none"

@@ -314,6 +314,39 @@ def test_compiled_blocks_take_other_batches_without_compiling() -> None:
     assert counter.frame_count <= 2
 
 
+def test_chunks_of_no_and_of_one_row_compile_nothing_anew() -> None:
+    group, block = ShardGroup(2), Block()
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
+
+    def run(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        for x in xs:
+            torch._dynamo.decorators.mark_unbacked(x, 0)
+        return compiled(xs)
+
+    for lengths in ([5, 7], [0, 12], [1, 11], [9, 1], [1, 0]):
+        block.cp = group.context_parallel(lengths, [0, sum(lengths) // 2, sum(lengths)])
+        for found, expected in zip(gradients(block, run, lengths), gradients(block, block, lengths)):
+            assert torch.equal(found, expected)
+    assert counter.frame_count == 1
+
+
+def test_compiled_code_differentiates_the_log_sum_exp() -> None:
+    cp = ShardGroup(2).context_parallel([5, 7], [0, 4, 12])
+
+    def both(*xs: Any) -> torch.Tensor:
+        outs, lses = cp.attention(*xs, return_lse=True)
+        return sum(x.square().sum() for x in (*outs, *lses))
+
+    found = []
+    for run in (both, torch.compile(both, fullgraph=True, backend="aot_eager")):
+        parts = [chunks(x, [5, 7], range(2)) for x in make([5, 7])[:3]]
+        run(*parts).backward()
+        found.append([x.grad for part in parts for x in part])
+    assert all(map(bits.equal, *found))
+
+
 def test_selective_checkpoints_save_the_exchange_of_the_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     block, calls, real = Block(), [], context_ops.exchange
     block.cp = ShardGroup(5).context_parallel(LENGTHS, BORDERS, recompute_exchange=True)
@@ -336,9 +369,9 @@ def _compiled_to_save_memory(rank: int, world_size: int) -> list[str]:
     group = ShardGroup(2)
     batch, sent, send = group.context_parallel([6, 4], [0, 5, 10]), [], context_ops.send
 
-    def counted(*args: Any, back: bool = False) -> Any:
+    def counted(*args: Any, back: bool = False, **options: Any) -> Any:
         sent.append("back" if back else "there")
-        return send(*args, back=back)
+        return send(*args, back=back, **options)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         y = batch.attention(x.tanh(), x.cos(), x.exp())

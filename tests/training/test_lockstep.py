@@ -231,3 +231,14 @@ def test_one_hosted_rank_has_its_streams_too() -> None:
     group.generators.manual_seed(0)
     with group.rng(0):
         assert torch.equal(drawn, torch.rand(3))
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_code_that_would_have_to_wait_is_refused(fullgraph: bool) -> None:
+    group = ShardGroup(2)
+    cp = group.context_parallel([5, 7], [0, 4, 12])
+    compiled = torch.compile(lambda x: cp.attention(x, x, x) + 1, fullgraph=fullgraph, backend="eager")
+    calls = [partial(compiled, torch.randn(n, 2, 8)) for n in (5, 7)]
+    with pytest.raises(Exception, match="attention: virtual rank 0 calls it in a lockstep inside code under"):
+        group.lockstep(calls)
+    assert group.lockstep([lambda: 1, lambda: 2]) == [1, 2]
