@@ -3,9 +3,9 @@
     python launch/train_megatron.py --ranks 4                         # R virtual ranks in one process
     torchrun --nproc-per-node=2 launch/train_megatron.py --ranks 4    # two virtual ranks a process
 
-Both print the same hash of the trained weights. Needs megatron-core and its package's requirements. The model is small
-and begins with random weights; it learns this file, byte by byte. (Megatron keeps its rotary frequencies on the current
-GPU; without one it is told that this is the CPU.)
+Both print the same hash of the trained weights. Needs `pip install "shardsum[megatron]"`. The model is small and begins
+with random weights; it learns this file, byte by byte. (Megatron keeps its rotary frequencies on the current GPU;
+without one it is told that this is the CPU.)
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ import torch
 
 from shardsum import ShardGroup
 from shardsum.core import bits
+from shardsum.training import context_ops
 from shardsum.training.context import ContextBatch
+from shardsum.training.context_plan import share
 from tests.processes import run_processes
 from tests.training.test_attention import chunks, make
 
@@ -82,6 +84,22 @@ def test_one_chunk_with_the_whole_sequence_must_be_named() -> None:
     with pytest.raises(ValueError, match="pass whole=True or whole=False"):
         cp.shift(torch.arange(5))
     assert cp.shift(torch.arange(5), whole=True).tolist() == [1, 2, 3, 4, -100]
+
+
+def test_chunks_of_a_process_receive_common_keys_once() -> None:
+    needed = [(0, 4), (0, 8), (2, 12), (5, 5), (12, 16), (13, 20)]
+    assert share(needed, [0, 1, 1, 1, 0, 0]) == (
+        [(0, 4), (0, 12), (2, 2), (5, 5), (12, 20), (13, 13)],
+        [0, 1, 1, 3, 4, 4],
+    )
+    for borders in (BORDERS, [0, S]):
+        cp = ShardGroup(5).context_parallel(LENGTHS, borders)
+        k = torch.arange(float(S * 8)).view(S, 2, 4)
+        (keys, values) = context_ops.send(cp, cp.split(k), cp.split(-k), "attention", shared=True)
+        for chunk, key, value in zip(cp.chunks, keys, values):
+            rows = k[slice(*chunk.plan.keys)]
+            assert torch.equal(key, rows) and torch.equal(value, -rows)
+    assert len({x.untyped_storage().data_ptr() for x in keys if len(x)}) == 1
 
 
 # Attention
