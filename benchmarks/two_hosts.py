@@ -4,8 +4,9 @@
 
 Run on two emulated hosts (benchmarks/two_hosts.sh) or, without --hosts, on whatever hosts the launcher started it. Bits
 are compared with the definition before anything is timed. Bytes are what the kernel counted on the link's device, both
-ways, with all headers. Times are medians, the slowest process of each call. The constants of the cost model are
-measured first, so the predicted times are those of this link (--costs: from a file).
+ways, with all headers. The ways of a case are called in turns, so that all meet the same machine; times are medians
+over the slowest process of each call. The constants of the cost model are measured first, so the predicted times are
+those of this link (--costs: from a file). "auto" is marked: it is one of the others.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,22 +42,27 @@ def link_bytes() -> int:
     return sum(int(Path(f"/sys/class/net/{device}/statistics/{name}").read_text()) for name in COUNTERS)
 
 
-def measure(fn: Callable[[], object], repeat: int) -> dict[str, float]:
-    """Median, fastest and slowest milliseconds of the slowest process, and megabytes over the link a call."""
-    times, moved = [], []
+def measure(ways: dict[str, Callable[[], object]], repeat: int) -> dict[str, dict[str, float]]:
+    """Of each way, called in turns: median, fastest and slowest milliseconds of the slowest process, and megabytes over
+    the link a call."""
+    times, moved = {name: [] for name in ways}, {name: [] for name in ways}
     for i in range(repeat + 2):
-        before = link_bytes()  # before anybody can begin
-        dist.barrier()
-        begin = time.perf_counter()
-        fn()
-        took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        if i >= 2:
-            times.append(took.item() * 1e3)
-            moved.append((link_bytes() - before) / 1e6)
+        for name, fn in ways.items():
+            before = link_bytes()  # before anybody can begin
+            dist.barrier()
+            begin = time.perf_counter()
+            fn()
+            took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if i >= 2:
+                times[name].append(took.item() * 1e3)
+                moved[name].append((link_bytes() - before) / 1e6)
     return {
-        "ms": round(statistics.median(times), 2), "fastest_ms": round(min(times), 2),
-        "slowest_ms": round(max(times), 2), "link_mb": round(statistics.median(moved), 3),
+        name: {
+            "ms": round(statistics.median(times[name]), 2), "fastest_ms": round(min(times[name]), 2),
+            "slowest_ms": round(max(times[name]), 2), "link_mb": round(statistics.median(moved[name]), 3),
+        }
+        for name in ways
     }  # fmt: skip
 
 
@@ -93,14 +100,13 @@ def main() -> None:
             print(
                 f"{row['collective']:15} {row['profile']:7} R={row['ranks']:<3} {row['variant']:24} "
                 f"{row['link_mb']:8.2f} MB {row['ms']:8.1f} ms ({row['fastest_ms']:.1f} to {row['slowest_ms']:.1f})"
-                + (f", predicted {row['predicted_ms']:.1f}" if "predicted_ms" in row else ""),
+                + (f", predicted {row['predicted_ms']:.1f}{', auto' * row['auto']}" if "auto" in row else ""),
                 flush=True,
             )
 
-    for dtype in (torch.bfloat16, torch.float32):
-        x = torch.randn(args.size, args.width).to(dtype)
-        found = measure(lambda x=x: dist.all_reduce(x), args.repeat)
-        add({"collective": "all_reduce", "profile": "full", "ranks": 4, "variant": f"gloo ring {dtype}", **found})
+    rings = {
+        f"gloo ring {str(d)[6:]}": torch.randn(args.size, args.width).to(d) for d in (torch.bfloat16, torch.float32)
+    }
     cases = [("all_reduce", "full"), ("all_reduce", "causal"), ("reduce_scatter", "full"), ("reduce_scatter", "causal")]
     for name, profile in cases:
         for ranks in args.ranks:
@@ -111,27 +117,31 @@ def main() -> None:
             ]
             sinks = [(0, args.size)] if name == "all_reduce" else intervals_of(split_evenly(args.size, ranks))
             want = reference.exchange(shards, [(0, n) for n in lengths], sinks, out_dtype=torch.bfloat16)
-            for transport in ("all_to_all", "carry", "auto"):
-                group = ShardGroup(ranks, transport=transport, costs=table, domains=domains)
-                mine = [shards[v] for v in group.virtual_ranks]
-
-                def call(
-                    group: ShardGroup = group, mine: list = mine, name: str = name, lengths: list = lengths
-                ) -> object:
-                    return getattr(group, name)(mine, lengths, size=args.size)
-
-                got = call()
+            groups = {t: ShardGroup(ranks, transport=t, costs=table, domains=domains) for t in ("all_to_all", "carry")}
+            mine = [shards[v] for v in groups["carry"].virtual_ranks]
+            ways: dict[str, Callable[[], object]] = {}
+            if name == "all_reduce" and profile == "full":
+                ways |= {ring: partial(dist.all_reduce, x) for ring, x in rings.items()}
+            for transport, group in groups.items():
+                ways[transport] = partial(getattr(group, name), mine, lengths, size=args.size)
+                got = ways[transport]()
                 expected = want if name == "all_reduce" else [want[v] for v in group.virtual_ranks]
                 for a, b in zip(got if isinstance(got, list) else [got], expected):
                     assert bits.equal(a, b), f"{name} {profile} R={ranks} {transport}: {bits.first_difference(a, b)}"
-                found = measure(call, args.repeat)
-                route = group.stats().route
-                variant = transport if transport != "auto" else f"auto ({route.transport})"
-                add({
-                    "collective": name, "profile": profile, "ranks": ranks, "variant": variant,
-                    "predicted_ms": round(route.microseconds / 1e3, 2), "chunks": route.chunks,
-                    "predicted_mb": round(route.load.between / 1e6, 3), **found,
-                })  # fmt: skip
+            auto = ShardGroup(ranks, costs=table, domains=domains).explain(
+                lengths, size=args.size, collective=name, row_shape=(args.width,), dtype=torch.bfloat16
+            )
+            for way, found in measure(ways, args.repeat).items():
+                row = {"collective": name, "profile": profile, "ranks": ranks, "variant": way, **found}
+                if way in groups:
+                    route = groups[way].stats().route
+                    row |= {
+                        "predicted_ms": round(route.microseconds / 1e3, 2), "chunks": route.chunks,
+                        "predicted_mb": round(route.load.between / 1e6, 3), "auto": auto.route.transport == way,
+                    }  # fmt: skip
+                add(row)
+            for group in groups.values():
+                group.close()
     if rank == 0 and args.json:
         setup = {
             "command": "RATE={} benchmarks/two_hosts.sh benchmarks/two_hosts.py".format(os.environ.get("RATE", "?")),

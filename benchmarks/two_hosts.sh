@@ -4,7 +4,7 @@
 #
 #   RATE=1gbit benchmarks/two_hosts.sh benchmarks/two_hosts.py --json benchmarks/results/two_hosts_1gbit.json
 #
-# RATE: what tc takes (200mbit, 1gbit, 10gbit), each way. NPROC: processes on each host. PYTHON: the interpreter.
+# RATE: in tc's words (200mbit, 1gbit, 10gbit), each way; what the link lets pass at once is a millisecond's worth. NPROC: processes on each host. PYTHON: the interpreter.
 # The program finds the name of its end of the link in $LINK.
 set -euo pipefail
 RATE=${RATE:-1gbit}
@@ -13,6 +13,12 @@ PYTHON=${PYTHON:-python}
 [ "$(id -u)" = 0 ] || { echo "two_hosts.sh: needs root, to make network namespaces" >&2; exit 2; }
 command -v ip >/dev/null && command -v tc >/dev/null || { echo "two_hosts.sh: needs iproute2 (ip, tc)" >&2; exit 2; }
 
+case $RATE in
+  *gbit) burst=$((${RATE%gbit} * 125000)) ;;
+  *mbit) burst=$((${RATE%mbit} * 125)) ;;
+  *) echo "two_hosts.sh: RATE is a whole number of mbit or gbit" >&2; exit 2 ;;
+esac
+[ "$burst" -ge 70000 ] || burst=70000  # a packet of the kernel's, before it is cut
 namespaces=("shardsum-$$-a" "shardsum-$$-b")
 devices=("sa$$" "sb$$")
 cleanup() { for n in "${namespaces[@]}"; do ip netns del "$n" 2>/dev/null || true; done; }
@@ -25,7 +31,7 @@ for i in 0 1; do
   ip netns exec "$n" ip addr add "10.77.0.$((i + 1))/24" dev "$d"
   ip netns exec "$n" ip link set "$d" up
   ip netns exec "$n" ip link set lo up
-  ip netns exec "$n" tc qdisc add dev "$d" root tbf rate "$RATE" burst 1mb latency 100ms
+  ip netns exec "$n" tc qdisc add dev "$d" root tbf rate "$RATE" burst "$burst" latency 100ms
 done
 
 start() { # HOST PROGRAM ARGS: the launcher of one host

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ..core.numerics import NATIVE_DTYPES
 from ..local import kernels
 from ..local.ops import readable
 from ..native import loader as native
-from ..transports import TRANSPORTS, Rows, Stamp, Wire, carry, stamp
+from ..transports import TRANSPORTS, Rows, Stamp, Wire, carry, share, stamp
 from ..transports.peer.operators import MAX_ROW_DIMS
 from ..transports.peer.peers import Peers
 from ..transports.peer.transport import PreparedCall
@@ -102,7 +103,9 @@ class Executor:
             return OverPeers(self, terms, plan, route)
         if route.carry is not None:
             return Carried(self, terms, plan, route, batched=device_type != "cpu")
-        return (TwoShot if route.two_shot else OneShot)(self, terms, plan, route)
+        if route.two_shot:
+            return TwoShot(self, terms, plan, route, share.pays(self.router.domains, ring=device_type != "cpu"))
+        return OneShot(self, terms, plan, route)
 
     def begin(self, route: Route, stamp: Stamp | None) -> None:
         """Note the route of a new call, count its bytes from 0, and stamp its transfers."""
@@ -189,10 +192,12 @@ class OneShot(Prepared):
 
 
 class TwoShot(Prepared):
-    """Process p reduces the p-th part of every chunk, then one all_gather shares the reduced parts."""
+    """Process p reduces the p-th part of every chunk, then one all_gather shares the reduced parts; or transfers that
+    cross to every domain once (``by_domain``)."""
 
-    def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route) -> None:
+    def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route, by_domain: bool) -> None:
         super().__init__(executor, terms, plan, route)
+        self._by_domain = by_domain
         self._cuts = two_shot_chunks(plan, route.chunks)
         self._chunk_rows = rows_per_chunk(plan, route.chunks)
 
@@ -212,19 +217,26 @@ class TwoShot(Prepared):
         rows_per_process = self._chunk_rows // self._executor.world_size
         pending = transport.start(self._cuts[0], shards, rank, wire)
         yield
-        gathers = []
+        gathers: list[Any] = []
+        shared: list[share.Sharing] = []
         for cut, following, chunk in zip(self._cuts, [*self._cuts[1:], None], buffer.split(self._chunk_rows)):
             ahead = None if following is None else transport.start(following, shards, rank, wire)
             mine = chunk[rank * rows_per_process : (rank + 1) * rows_per_process]
             (rows,) = pending.wait(wire)
             fill(mine[: length(cut.sinks[rank])], rows, self._reduce)
             wire.verify([mine])
-            if chunk.numel():
+            if shared:
+                shared[-1].pass_on()
+            if chunk.numel() and self._by_domain:
+                shared.append(share.Sharing(wire, self._executor.router.domains, chunk, len(shared)))
+            elif chunk.numel():
                 gathers.append(wire.all_gather(chunk, mine))
             if ahead is not None:
                 pending = ahead
         for work in gathers:
             wire.wait(work, buffer.device)
+        for sharing in shared:
+            sharing.finish()
         wire.verify([buffer])
 
 

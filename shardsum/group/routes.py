@@ -16,10 +16,11 @@ import torch
 
 from ..core.layout import ExchangePlan, length
 from ..core.numerics import accumulator_dtype
-from ..transports import TRANSPORTS
+from ..transports import TRANSPORTS, share
 from ..transports.base import all_gather_transfers
 from ..transports.carry_choice import choose
-from ..transports.carry_plan import KINDS, CarryPlan
+from ..transports.carry_items import KINDS
+from ..transports.carry_plan import CarryPlan
 from ..transports.costs import Costs, Load
 from ..transports.domains import Domains
 from ..transports.peer.peers import Peers
@@ -144,10 +145,13 @@ class Router:
             chunks = max(1, -(-length(plan.sinks[0]) * in_bytes // CHUNK_BYTES))
             part = rows_per_chunk(plan, chunks) // self.world_size * chunks
             rows = chain.from_iterable(transport.transfers(cut, ring) for cut in two_shot_chunks(plan, chunks))
-            shared = all_gather_transfers(self.world_size, part, ring)
+            by_domain = share.pays(self.domains, ring)
+            shared = (
+                share.transfers(self.domains, part) if by_domain else all_gather_transfers(self.world_size, part, ring)
+            )
             scaled = chain(((a, b, n * in_bytes) for a, b, n in rows), ((a, b, n * out_bytes) for a, b, n in shared))
             load = Load.of(scaled, self.domains.of)
-            time = costs.flat_us(2 * chunks, load, read // self.world_size)
+            time = costs.flat_us((2 + by_domain) * chunks, load, read // self.world_size)
         else:
             load = Load.of(((a, b, n * in_bytes) for a, b, n in transport.transfers(plan, ring)), self.domains.of)
             chunks = 1 if name == "gather" else max(1, -(-max(*load.egress, *load.ingress) // CHUNK_BYTES))

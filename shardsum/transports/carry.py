@@ -19,7 +19,8 @@ from ..core.layout import Interval, intersect, length
 from ..core.numerics import accumulator_dtype
 from ..local import kernels
 from ..local.ops import readable
-from .carry_plan import ACCUMULATORS, KINDS, RESULTS, ROWS, CarryPlan, Item, Message
+from .carry_items import ACCUMULATORS, KINDS, RESULTS, ROWS, Item, Message
+from .carry_plan import CarryPlan
 from .links import Links, Transfer
 from .wire import Wire
 

@@ -24,76 +24,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
 
 from ..core.layout import ExchangePlan, Interval, intersect, length, union
+from .carry_items import ACCUMULATORS, KINDS, RESULTS, ROWS, Item, Message, Piece, Run, Stage
 
 _MANY_REGIONS = 4  # a process of a domain, on average
-
-ROWS, ACCUMULATORS, RESULTS = "rows", "accumulators", "results"
-KINDS = (ROWS, ACCUMULATORS, RESULTS)
-
-
-class Run(NamedTuple):
-    """Consecutive sources ``[first, last)`` of one domain."""
-
-    domain: int
-    first: int
-    last: int
-
-
-class Stage(NamedTuple):
-    """One visit of an accumulator: ``process`` folds the rows of ``sources`` (in order; those that hold the position).
-
-    ``carried``: contributions of earlier stages at every position of the piece, where the plan counts them.
-    """
-
-    process: int
-    sources: tuple[int, ...]
-    carried: int
-
-
-class Piece(NamedTuple):
-    """Positions that go the same way.
-
-    ``deliveries``: who passes the result to whom, as (hops from the last stage, sender, receiver).
-    """
-
-    interval: Interval
-    chunk: int
-    stages: tuple[Stage, ...]
-    wanted: tuple[int, ...]
-    deliveries: tuple[tuple[int, int, int], ...]
-
-
-class Item(NamedTuple):
-    """Positions ``interval`` of a piece in a message. ``number``: of a row its source, of accumulators the stage that
-    left them, of results -1."""
-
-    interval: Interval
-    piece: int
-    number: int
-
-
-class Message(NamedTuple):
-    """What ``sender`` gives to ``receiver`` in one step, one item behind the other."""
-
-    step: int
-    kind: str
-    sender: int
-    receiver: int
-    items: tuple[Item, ...]
-
-    @property
-    def positions(self) -> int:
-        return sum(length(item.interval) for item in self.items)
-
-    @property
-    def placed(self) -> list[tuple[Item, int]]:
-        """Every item and the position in the message at which it begins."""
-        ends = accumulate((length(item.interval) for item in self.items), initial=0)
-        return list(zip(self.items, ends))
 
 
 @dataclass(frozen=True)
@@ -253,12 +188,20 @@ class CarryPlan:
             yield step, RESULTS, sender, receiver, Item(interval, index, -1)
 
     @cached_property
+    def traffic_by_step(self) -> dict[tuple[int, str, int, int], int]:
+        """Positions by (step, kind, sender, receiver)."""
+        table: dict[tuple[int, str, int, int], int] = defaultdict(int)
+        for index, piece in enumerate(self.pieces):
+            for step, kind, sender, receiver, item in self.transfers(index, piece):
+                table[step, kind, sender, receiver] += length(item.interval)
+        return dict(table)
+
+    @cached_property
     def traffic(self) -> dict[tuple[str, int, int], int]:
         """Positions by (kind, sender, receiver)."""
         table: dict[tuple[str, int, int], int] = defaultdict(int)
-        for index, piece in enumerate(self.pieces):
-            for _, kind, sender, receiver, item in self.transfers(index, piece):
-                table[kind, sender, receiver] += length(item.interval)
+        for (_, kind, sender, receiver), positions in self.traffic_by_step.items():
+            table[kind, sender, receiver] += positions
         return dict(table)
 
     def messages_of(self, process: int) -> list[Message]:

@@ -22,7 +22,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Load:
-    """Bytes of a call by process: sent and received inside its domain and between domains; and by domain."""
+    """Bytes of a call by process: sent and received inside its domain and between domains; and by domain: sent to
+    and received from others, and all that its processes send."""
 
     inside_out: tuple[int, ...]
     inside_in: tuple[int, ...]
@@ -30,15 +31,17 @@ class Load:
     between_in: tuple[int, ...]
     domain_out: tuple[int, ...]
     domain_in: tuple[int, ...]
+    domain_all: tuple[int, ...]
 
     @staticmethod
     def of(transfers: Iterable[tuple[int, int, int]], domains: Sequence[int]) -> Load:
         """The sum of transfers (sender, receiver, bytes). What a process gives itself does not count."""
         world, count = len(domains), max(domains) + 1
-        inside, between, domain = ([[0] * n, [0] * n] for n in (world, world, count))
+        inside, between, domain, sent = *([[0] * n, [0] * n] for n in (world, world, count)), [[0] * count]
         for a, b, n in transfers:
             if a == b:
                 continue
+            sent[0][domains[a]] += n
             if domains[a] == domains[b]:
                 inside[0][a] += n
                 inside[1][b] += n
@@ -47,7 +50,7 @@ class Load:
                 between[1][b] += n
                 domain[0][domains[a]] += n
                 domain[1][domains[b]] += n
-        return Load(*(tuple(row) for table in (inside, between, domain) for row in table))
+        return Load(*(tuple(row) for table in (inside, between, domain, sent) for row in table))
 
     @property
     def egress(self) -> tuple[int, ...]:
@@ -73,7 +76,8 @@ class Costs:
     """Latency of one collective or step in microseconds; bandwidths in GB/s (1e9 bytes), each way.
 
     ``between_gbps`` is what one process alone gets to other domains, ``domain_gbps`` what all of a domain get together.
-    None: as inside, and no common limit.
+    ``host_gbps`` is what all processes of a domain together send over any link, where its CPUs move the bytes. None: as
+    inside, and no common limits.
     """
 
     latency_us: float
@@ -82,6 +86,7 @@ class Costs:
     between_latency_us: float | None = None
     between_gbps: float | None = None
     domain_gbps: float | None = None
+    host_gbps: float | None = None
 
     def microseconds(self, collectives: int, wire_bytes: int, memory_bytes: int) -> float:
         """The model's time for so many collectives and so many bytes on the busiest process, all inside a domain."""
@@ -101,16 +106,21 @@ class Costs:
         shared = max(*load.domain_out, *load.domain_in, 0) / self.domain_gbps / 1e3 if self.domain_gbps else 0.0
         return max(own, shared)
 
+    def host_us(self, load: Load) -> float:
+        """How long the CPUs of the busiest domain move bytes."""
+        return max(load.domain_all, default=0) / self.host_gbps / 1e3 if self.host_gbps else 0.0
+
     def flat_us(self, collectives: int, load: Load, memory_bytes: int) -> float:
         """The model's time for collectives that move ``load`` and a sum that reads ``memory_bytes``."""
-        wire = max(self.inside_us(load), self.between_us(load))
+        wire = max(self.inside_us(load), self.between_us(load), self.host_us(load))
         return self.latency(load) * collectives + wire + memory_bytes / self.memory_gbps / 1e3
 
 
-#: Inside: gloo over loopback, four processes on two cores; NCCL 2.28, two H200 (NV18). Between domains nothing was
-#: measured for these: gloo over one 10 Gbit/s card a host, and a 400 Gbit/s card a GPU, at nine tenths of their rates.
+#: Inside: gloo over loopback, four processes on two cores, which move 2.4 GB/s in all; NCCL 2.28, two H200 (NV18).
+#: Between domains nothing was measured for these: gloo over one 10 Gbit/s card a host, and a 400 Gbit/s card a GPU, at
+#: nine tenths of their rates.
 DEFAULT: Mapping[str, Costs] = {
-    "cpu": Costs(1200.0, 0.6, 10.0, 1200.0, 1.1, 1.1),
+    "cpu": Costs(1200.0, 0.6, 10.0, 1200.0, 1.1, 1.1, 2.4),
     "cuda": Costs(9.0, 230.0, 4000.0, 30.0, 45.0),
 }
 

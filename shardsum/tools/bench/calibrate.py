@@ -61,7 +61,10 @@ def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
     if any(a != b for a, b in neighbours.items()):
         inside_latency = _slowest(group, lambda: _move(wire, device, *_splits(wire, neighbours, 64)), repeat)
         inside = gbps(neighbours, size)
-    constants = (inside_latency * 1e6, inside, memory, latency * 1e6, own, shared * max(map(len, domains.members)))
+    members = max(map(len, domains.members))
+    constants = [inside_latency * 1e6, inside, memory, latency * 1e6, own, shared * members]
+    if device.type == "cpu":  # what its processes get when all send at once, over whatever link lets more through
+        constants.append(max(inside, shared) * members)
     return Costs(*map(_three_digits, constants))
 
 
