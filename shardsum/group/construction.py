@@ -74,7 +74,8 @@ def construct(
     places = agreement.agree("ShardGroup", signature, here)
     membership.refuse_shared_gpu([gpu for _, gpu, _ in places])
     membership.refuse_abandoned([reason for _, _, reason in places])
-    agreed = agree_on_domains([name for name, _, _ in places] if domains is None else domains)
+    hosts = [name for name, _, _ in places]
+    agreed = agree_on_domains(hosts if domains is None else domains, hosts)
     wire, peers = agreement.connect(max(map(owners.count, range(world_size))) + 1, where), None
     if pg is not None and wire is not None and (transport == "peer" or (transport == "auto" and where.type == "cuda")):
         peers = Peers(pg, agreement.gather_objects, owners, where, limit.total_seconds(), workspace_bytes)

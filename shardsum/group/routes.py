@@ -150,10 +150,10 @@ class Router:
                 share.transfers(self.domains, part) if by_domain else all_gather_transfers(self.world_size, part, ring)
             )
             scaled = chain(((a, b, n * in_bytes) for a, b, n in rows), ((a, b, n * out_bytes) for a, b, n in shared))
-            load = Load.of(scaled, self.domains.of)
+            load = Load.of(scaled, self.domains)
             time = costs.flat_us((2 + by_domain) * chunks, load, read // self.world_size)
         else:
-            load = Load.of(((a, b, n * in_bytes) for a, b, n in transport.transfers(plan, ring)), self.domains.of)
+            load = Load.of(((a, b, n * in_bytes) for a, b, n in transport.transfers(plan, ring)), self.domains)
             chunks = 1 if name == "gather" else max(1, -(-max(*load.egress, *load.ingress) // CHUNK_BYTES))
             time = costs.flat_us(chunks, load, read)
         reason = f'transport="{name}" was asked for'

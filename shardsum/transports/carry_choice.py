@@ -69,11 +69,11 @@ def choose(
     candidates = [(domains.of, False), (domains.single.of, True)]
     if domains.count in (1, len(domains.of)):  # one domain: nothing but rows would travel; or both are the same
         candidates = candidates[1:]
-    choices = [_predict(outline(plan, of, lag, counted), domains.of, costs, sizes, alone) for of, alone in candidates]
+    choices = [_predict(outline(plan, of, lag, counted), domains, costs, sizes, alone) for of, alone in candidates]
     return min(choices, key=lambda choice: choice.microseconds)
 
 
-def _predict(plan: CarryPlan, domains: tuple[int, ...], costs: Costs, sizes: Mapping[str, int], alone: bool) -> Choice:
+def _predict(plan: CarryPlan, domains: Domains, costs: Costs, sizes: Mapping[str, int], alone: bool) -> Choice:
     load = Load.of(((a, b, n * sizes[k]) for (k, a, b), n in plan.traffic.items()), domains)
     steps = _Steps(plan, domains, sizes)
     latency = costs.latency(load)
@@ -96,14 +96,14 @@ class _Steps:
         loads: what travels, of every step.
     """
 
-    def __init__(self, plan: CarryPlan, domains: tuple[int, ...], sizes: Mapping[str, int]) -> None:
+    def __init__(self, plan: CarryPlan, domains: Domains, sizes: Mapping[str, int]) -> None:
         folded = _folded_bytes(plan, sizes)
         last = max((*(step for step, *_ in plan.traffic_by_step), *folded), default=0)
         moved: list[list[tuple[int, int, int]]] = [[] for _ in range(last + 1)]
         for (step, kind, a, b), n in plan.traffic_by_step.items():
             moved[step].append((a, b, n * sizes[kind]))
         self.loads = [Load.of(transfers, domains) for transfers in moved]
-        none = [0] * len(domains)
+        none = [0] * len(domains.of)
         # Sums over the steps before each: (steps + 1, one a process or domain). Integers, so the same everywhere.
         self._before = {
             name: torch.tensor(rows, dtype=torch.int64, device="cpu").cumsum(0)
@@ -133,7 +133,7 @@ class _Steps:
         if costs.domain_gbps:
             ways.append(busiest(costs.domain_gbps, "domain_out", "domain_in"))
         if costs.host_gbps:
-            ways.append(most("domain_all", costs.host_gbps) + fold)
+            ways.append(most("host_out", costs.host_gbps) + fold)
         return sum(torch.stack(ways).amax(0).tolist()) / chunks
 
 

@@ -19,11 +19,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .domains import Domains
+
 
 @dataclass(frozen=True)
 class Load:
-    """Bytes of a call by process: sent and received inside its domain and between domains; and by domain: sent to
-    and received from others, and all that its processes send."""
+    """Bytes of a call by process: sent and received inside its domain and between domains; and by domain, sent
+    to and received from others; and by machine, what its processes send over any link."""
 
     inside_out: tuple[int, ...]
     inside_in: tuple[int, ...]
@@ -31,17 +33,24 @@ class Load:
     between_in: tuple[int, ...]
     domain_out: tuple[int, ...]
     domain_in: tuple[int, ...]
-    domain_all: tuple[int, ...]
+    host_out: tuple[int, ...]
 
     @staticmethod
-    def of(transfers: Iterable[tuple[int, int, int]], domains: Sequence[int]) -> Load:
+    def of(transfers: Iterable[tuple[int, int, int]], domains: Domains) -> Load:
         """The sum of transfers (sender, receiver, bytes). What a process gives itself does not count."""
+        return Load._of(transfers, domains.of, domains.machine_of)
+
+    @staticmethod
+    def _of(transfers: Iterable[tuple[int, int, int]], domains: Sequence[int], machines: Sequence[int]) -> Load:
         world, count = len(domains), max(domains) + 1
-        inside, between, domain, sent = *([[0] * n, [0] * n] for n in (world, world, count)), [[0] * count]
+        inside, between, domain, sent = (
+            *([[0] * n, [0] * n] for n in (world, world, count)),
+            [[0] * (max(machines) + 1)],
+        )
         for a, b, n in transfers:
             if a == b:
                 continue
-            sent[0][domains[a]] += n
+            sent[0][machines[a]] += n
             if domains[a] == domains[b]:
                 inside[0][a] += n
                 inside[1][b] += n
@@ -76,8 +85,8 @@ class Costs:
     """Latency of one collective or step in microseconds; bandwidths in GB/s (1e9 bytes), each way.
 
     ``between_gbps`` is what one process alone gets to other domains, ``domain_gbps`` what all of a domain get together.
-    ``host_gbps`` is what all processes of a domain together send over any link, where its CPUs move the bytes. None: as
-    inside, and no common limits.
+    ``host_gbps`` is what all processes of a machine together send over any link, where its CPUs move the bytes. None:
+    as inside, and no common limits.
     """
 
     latency_us: float
@@ -107,8 +116,8 @@ class Costs:
         return max(own, shared)
 
     def host_us(self, load: Load) -> float:
-        """How long the CPUs of the busiest domain move bytes."""
-        return max(load.domain_all, default=0) / self.host_gbps / 1e3 if self.host_gbps else 0.0
+        """How long the CPUs of the busiest machine move bytes."""
+        return max(load.host_out) / self.host_gbps / 1e3 if self.host_gbps else 0.0
 
     def flat_us(self, collectives: int, load: Load, memory_bytes: int) -> float:
         """The model's time for collectives that move ``load`` and a sum that reads ``memory_bytes``."""

@@ -17,7 +17,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Domains:
-    """The domain of every process, and a name for each domain.
+    """The domain of every process, and a name for each domain; and the machine of every process, whose CPUs several
+    domains may share. Empty: every domain is one.
 
     Example:
         >>> d = agree(["left", "left", "right"])
@@ -27,6 +28,11 @@ class Domains:
 
     of: tuple[int, ...]
     names: tuple[str, ...]
+    machines: tuple[int, ...] = ()
+
+    @property
+    def machine_of(self) -> tuple[int, ...]:
+        return self.machines or self.of
 
     @property
     def count(self) -> int:
@@ -40,7 +46,7 @@ class Domains:
     @property
     def single(self) -> Domains:
         """Every process a domain of its own."""
-        return Domains(tuple(range(len(self.of))), tuple(f"process {p}" for p in range(len(self.of))))
+        return Domains(tuple(range(len(self.of))), tuple(f"process {p}" for p in range(len(self.of))), self.machine_of)
 
     def describe(self) -> str:
         """One line for ``explain`` and repr: ``2 domains: node-a [0-3], node-b [4-7]``."""
@@ -57,17 +63,20 @@ def host() -> str:
     return f"{socket.gethostname()}|{boot}"
 
 
-def agree(named: Sequence[Hashable]) -> Domains:
-    """Domains from one name a process: what :func:`host` says on each of them, or what the user passed.
+def agree(named: Sequence[Hashable], hosts: Sequence[Hashable] = ()) -> Domains:
+    """Domains from one name a process: what :func:`host` says on each of them, or what the user passed. ``hosts``: what
+    :func:`host` says, where that may be something else.
 
     Hosts of one name that booted separately are told apart by their first process.
     """
     numbers: dict[Hashable, int] = {}
     of = tuple(numbers.setdefault(name, len(numbers)) for name in named)
+    machines: dict[Hashable, int] = {}
+    machine_of = tuple(machines.setdefault(name, len(machines)) for name in hosts)
     texts = [str(name).split("|")[0] for name in numbers]
     first = [of.index(i) for i in range(len(numbers))]
     names = tuple(t if texts.count(t) == 1 else f"{t} (process {p})" for t, p in zip(texts, first))
-    return Domains(of, names)
+    return Domains(of, names, machine_of)
 
 
 def check(domains: Sequence[Hashable], world_size: int) -> None:

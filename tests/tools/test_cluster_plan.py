@@ -11,21 +11,24 @@ import torch
 from shardsum import ShardGroup
 from shardsum.tools import cli
 from shardsum.tools.plan import PlanConfig, held, predict
+from shardsum.transports.costs import Costs, save
 from tests.processes import run_processes
 
 
-def explained(rank: int, world: int) -> list[tuple]:
-    group = ShardGroup(8, domains=[0, 0, 1, 1])
+def explained(rank: int, world: int, costs: str) -> list[tuple]:
+    group = ShardGroup(8, domains=[0, 0, 1, 1], costs=costs)
     routes = [
         group.explain(
             [64 * (r + 1) for r in range(8)], size=512, row_shape=(32,), dtype=torch.bfloat16, collective=name
         )
         for name in ("all_reduce", "reduce_scatter")
     ]
-    return [(e.route.transport, e.route.microseconds, e.route.load) for e in routes]
+    return [(e.route.transport, e.route.microseconds, e.route.load.between_out) for e in routes]
 
 
-def test_it_predicts_what_a_group_explains() -> None:
+def test_it_predicts_what_a_group_explains(tmp_path: Path) -> None:
+    file = str(tmp_path / "costs.json")  # without a limit of CPUs, which the two domains of one machine would share
+    save({"cpu": Costs(1200.0, 0.6, 10.0, 1200.0, 1.1, 1.1)}, file)
     config = PlanConfig(
         hosts=2,
         gpus=2,
@@ -35,9 +38,10 @@ def test_it_predicts_what_a_group_explains() -> None:
         lengths="causal",
         device="cpu",
         step={"all_reduce": 1, "reduce_scatter": 1},
+        costs=file,
     )
-    planned = [(p.route.transport, p.route.microseconds, p.route.load) for p in predict(config)]
-    for found in run_processes(explained, 4):
+    planned = [(p.route.transport, p.route.microseconds, p.route.load.between_out) for p in predict(config)]
+    for found in run_processes(explained, 4, file):
         assert found == planned
 
 

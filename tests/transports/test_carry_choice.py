@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardsum.core.layout import ExchangePlan, owners_of
@@ -19,15 +21,18 @@ def all_reduce(ranks: int, world: int, size: int) -> ExchangePlan:
 
 
 def test_a_load_tells_links_apart() -> None:
-    load = Load.of([(0, 1, 5), (1, 2, 7), (2, 0, 1), (3, 3, 100), (0, 3, 2)], [0, 0, 1, 1])
+    load = Load.of([(0, 1, 5), (1, 2, 7), (2, 0, 1), (3, 3, 100), (0, 3, 2)], domains.agree([0, 0, 1, 1]))
     assert load.inside_out == (5, 0, 0, 0) and load.inside_in == (0, 5, 0, 0)
     assert load.between_out == (2, 7, 1, 0) and load.between_in == (1, 0, 7, 2)
     assert load.domain_out == (9, 1) and load.domain_in == (1, 9)
+    assert load.host_out == (14, 1)
+    assert Load.of([(0, 1, 5), (2, 0, 1)], domains.agree([0, 0, 1], ["one"] * 3)).host_out == (6,)
     assert load.inside == 5 and load.between == 10
     assert load.egress == (7, 7, 1, 0) and load.ingress == (1, 5, 7, 2)
     costs = Costs(1.0, 1.0, 1.0, between_gbps=0.007, domain_gbps=0.009)
     assert costs.inside_us(load) == pytest.approx(0.005) and costs.between_us(load) == pytest.approx(1.0)
     assert costs.flat_us(3, load, 1000) == pytest.approx(3 + 1 + 1)
+    assert replace(costs, host_gbps=0.007).flat_us(3, load, 1000) == pytest.approx(3 + 2 + 1)
 
 
 def test_a_slow_network_is_crossed_once_and_in_chunks() -> None:
@@ -48,3 +53,15 @@ def test_processes_that_host_many_ranks_pass_one_accumulator() -> None:
     choice = choose(all_reduce(16, 2, 1000), domains.agree(["a", "a"]), Costs(1.0, 1.0, 10.0), SIZES)
     assert choice.alone and choice.load.between == 0 and choice.load.inside == 1000 * 6
     assert choice.describe() == f"2 runs over processes, {choice.plan.chunks} chunks"
+
+
+def test_steps_add_up_to_what_the_busiest_link_takes() -> None:
+    """Two hosts, accumulators of 4 bytes one way and results of 2 the other, at one byte a nanosecond."""
+    plan, hosts = all_reduce(8, 4, 1 << 20), domains.agree(["a", "a", "b", "b"])
+    link = Costs(0.0, 1e6, 1e6, 0.0, 1e6, 1.0)
+    choice = choose(plan, hosts, link, SIZES)
+    assert choice.plan.chunks == 256  # nothing but the link takes time
+    there, back = (1 << 20) * 4 / 1e3, (1 << 20) * 2 / 1e3
+    assert choice.microseconds == pytest.approx(there + back / 256, rel=1e-3)
+    slow_cpu = choose(plan, hosts, replace(link, host_gbps=1.0), SIZES)
+    assert slow_cpu.microseconds > sum(choice.load.host_out) / 2e3

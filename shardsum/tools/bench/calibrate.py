@@ -63,8 +63,10 @@ def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
         inside = gbps(neighbours, size)
     members = max(map(len, domains.members))
     constants = [inside_latency * 1e6, inside, memory, latency * 1e6, own, shared * members]
-    if device.type == "cpu":  # what its processes get when all send at once, over whatever link lets more through
-        constants.append(max(inside, shared) * members)
+    if (
+        device.type == "cpu"
+    ):  # what a machine's processes get when all send at once, over whatever link lets more through
+        constants.append(max(inside, shared) * max(map(domains.machine_of.count, domains.machine_of)))
     return Costs(*map(_three_digits, constants))
 
 
