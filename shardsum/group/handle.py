@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .executor import Job
+from .job import Job
 
 if TYPE_CHECKING:
     from .planner import Planner

@@ -19,10 +19,10 @@ from ..core.checks import needs_grad
 from ..core.layout import length
 from .arguments import Shards, check_device_lengths, hosted_shards
 from .autograd import Exchange, _coverage
-from .executor import Job
 from .explain import Explanation, Stats
 from .forms import deliver, fillable, is_single, movable, stack, traced
 from .handle import Handle, start_on_cpu, start_on_stream
+from .job import Job
 from .launching import launch
 from .padded import PaddedExchange, PreparedPadded
 from .ranges import name_of, range_of

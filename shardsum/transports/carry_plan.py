@@ -38,7 +38,7 @@ class CarryPlan:
     Args:
         plan: who holds and who wants which positions.
         domains: the domain of every process.
-        chunks: how many parts every region of the result is cut into.
+        chunks: how many parts every region of the result is cut into, where the same runs hold it.
         lag: steps from one stage to the next.
         counted: stages know how many contributions came before (for a mean).
 
@@ -109,6 +109,16 @@ class CarryPlan:
         return regions
 
     @cached_property
+    def _alike(self) -> list[tuple[Interval, tuple[int, ...]]]:
+        """The regions cut where other runs begin to hold positions. So every chunk has a share of all that is to do,
+        and what goes one way need not wait for what goes another."""
+        found = []
+        for (begin, end), owners in self._regions:
+            ordered = [begin, *_inside(self._profile[0], begin, end), end]
+            found += [(interval, owners) for interval in zip(ordered, ordered[1:])]
+        return found
+
+    @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """All positions that somebody holds and somebody wants, by chunk, then by position."""
         pieces: list[Piece] = []
@@ -117,7 +127,7 @@ class CarryPlan:
         source_bounds = sorted({b for i in self.plan.sources for b in i}) if self.counted else []
         bounds, holders = self._profile
         for chunk in range(self.chunks):
-            for region, ((lo, hi), wanted) in enumerate(self._regions):
+            for region, ((lo, hi), wanted) in enumerate(self._alike):
                 n = hi - lo
                 begin, end = lo + n * chunk // self.chunks, lo + n * (chunk + 1) // self.chunks
                 if cut_in_parts:
