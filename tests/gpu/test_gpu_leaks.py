@@ -31,6 +31,8 @@ LENGTHS, ROW, SIZE = [300, 7, 0, 512], (64,), 512
 #: Bytes that the driver may have given out in between, once: it hands out memory in pages of 2 MiB, and the processes
 #: of one GPU share one count.
 PAGES = 8 << 20
+#: Bytes that torch keeps for every rendezvous of symmetric memory: two arrays of pointers that it never frees.
+RENDEZVOUS = 2 * 512
 
 
 def usage() -> tuple[int, int]:
@@ -105,9 +107,9 @@ def life(transport: str, where: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def assert_level(what: str, left: tuple[int, int]) -> None:
+def assert_level(what: str, left: tuple[int, int], of_torch: int = 0) -> None:
     print(f"\nfigure: {what}: {left[0]:,} bytes of torch, {left[1]:,} of the driver")
-    assert left[0] == 0, f"{what}: torch has {left[0]:,} bytes more than before"
+    assert left[0] <= of_torch, f"{what}: torch has {left[0]:,} bytes more than before"
     assert left[1] <= PAGES, f"{what}: the driver has given out {left[1]:,} bytes more than before"
 
 
@@ -138,4 +140,4 @@ def test_two_processes_leave_nothing_in_peer_memory(backend: str, monkeypatch: p
         monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
     for results in run_processes(by_peers, 2, backend=backend, timeout=3000 if TIMES > 1 else 240):
         for name, left in results.items():
-            assert_level(f"peer, {name}", left)
+            assert_level(f"peer, {name}", left, GROUPS * RENDEZVOUS if name == "a group" else 0)
