@@ -3,11 +3,11 @@
     torchrun --nproc-per-node=2 benchmarks/tag_cost.py [--rounds 400] [--json FILE]
     torchrun --nproc-per-node=4 benchmarks/tag_cost.py
 
-Both variants are the same plan of two groups. "without" has a wire whose exchanges have no numbers and whose transfers
-all carry tag 0, so that gloo pairs them by their order, and that no thread watches. They take turns in one run, in
+Both variants are one plan on one set of connections (two sets differ by more than tags cost). "without": exchanges
+have no numbers, and transfers all carry tag 0, so that gloo pairs them by their order. They take turns in one run, in
 alternating order. Figures are microseconds a call of the slowest process: medians over the rounds, and the median of
-what a round's two differ by. "host" is the processor time of the tags alone, which other programs on the machine
-disturb less: of an exchange's number and hash, and of one transfer's tag.
+what a round's two differ by. "host" is the processor time of the tags alone, with warm caches: of an exchange's number
+and hash, and of one transfer's tag.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
 
 from shardsum import ShardGroup
 from shardsum.core import bits
@@ -36,25 +34,21 @@ BYTES = 64 << 10
 BURST = 5
 
 
-class UntaggedWire(TaggedWire):
-    """Pairs transfers by the order in which they start."""
+class Switched(TaggedWire):
+    """The group's own wire, of which tags can be switched off: then transfers are paired by the order in which they
+    start."""
+
+    tagged = True
 
     def begin(self, stamp: Stamp, call: int) -> None:
-        self.close()
-        self._tags = 0
+        if self.tagged:
+            super().begin(stamp, call)
+        else:
+            self.close()
+            self._tags = 0
 
     def _next_tag(self) -> int:
-        return 0
-
-
-def untagged(group: ShardGroup) -> ShardGroup:
-    """The group, on a wire without tags."""
-    planner = group._planner
-    limit, name = planner.agreement.timeout, planner.agreement.side.name
-    store = dist.PrefixStore(f"untagged/{name}", _get_default_store())
-    wire = UntaggedWire(dist.ProcessGroupGloo(store, group.rank, group.world_size, limit), limit)
-    planner.executor.wire = planner.agreement._wire = wire
-    return group
+        return super()._next_tag() if self.tagged else 0
 
 
 def host_us(wire: Any) -> tuple[float, float]:
@@ -72,31 +66,35 @@ def host_us(wire: Any) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def compare(name: str, groups: dict[str, ShardGroup], processes: Processes, rounds: int) -> dict[str, float]:
-    """``name``: all_reduce or reduce_scatter."""
-    n = BYTES // 4
-    lengths = [n - 37 * r for r in range(groups["with"].num_virtual_ranks)]
-    x = torch.randn(lengths[groups["with"].rank])
-    plans = {k: g.plan(name, lengths, size=n, dtype=torch.float32) for k, g in groups.items()}
-    results: dict[str, Tensor] = {k: plan(x) for k, plan in plans.items()}
-    assert bits.equal(results["with"], results["without"])
+def compare(name: str, transport: str, processes: Processes, rounds: int) -> tuple[dict[str, float], Any]:
+    """A row, and the wire. ``name``: all_reduce or reduce_scatter."""
+    group, n = ShardGroup(transport=transport), BYTES // 4
+    wire: Any = group.wire
+    wire.__class__ = Switched
+    lengths = [n - 37 * r for r in range(group.num_virtual_ranks)]
+    x = torch.randn(lengths[group.rank])
+    plan: Any = group.plan(name, lengths, size=n, dtype=torch.float32)
 
-    def sample(variant: str) -> float:
-        plan = plans[variant]
+    def sample(tagged: bool) -> float:
+        wire.tagged = tagged
         processes.slowest(0)
         begin = time.perf_counter()
         for _ in range(BURST):
             plan(x)
         return processes.slowest((time.perf_counter() - begin) / BURST) * 1e6
 
-    measured: dict[str, list[float]] = {"with": [], "without": []}
+    results = []
+    for wire.tagged in (True, False):
+        results.append(plan(x))
+    assert bits.equal(*results)
+    measured: dict[bool, list[float]] = {True: [], False: []}
     for i in range(rounds):
-        for variant in sorted(measured, reverse=bool(i % 2)):
-            measured[variant].append(sample(variant))
-    apart = [a - b for a, b in zip(measured["with"], measured["without"])]
-    found = {k: statistics.median(v) for k, v in measured.items()} | {"difference": statistics.median(apart)}
-    found |= {"percent": 100 * found["difference"] / found["without"], "least with": min(measured["with"])}
-    return found | {"least without": min(measured["without"])}
+        for tagged in (bool(i % 2), not i % 2):
+            measured[tagged].append(sample(tagged))
+    apart = statistics.median(a - b for a, b in zip(measured[True], measured[False]))
+    with_tags, without = (statistics.median(measured[tagged]) for tagged in (True, False))
+    least = {f"least {text}": min(measured[tagged]) for text, tagged in (("with", True), ("without", False))}
+    return {"with": with_tags, "without": without, "difference": apart, "percent": 100 * apart / without, **least}, wire
 
 
 def main() -> None:
@@ -112,9 +110,8 @@ def main() -> None:
             ("all_to_all", "all_reduce"),
             ("all_to_all", "reduce_scatter"),
         ):
-            groups = {"with": ShardGroup(transport=transport), "without": untagged(ShardGroup(transport=transport))}
-            rows[f"{name} by {transport}"] = compare(name, groups, processes, args.rounds)
-        begin, tag = host_us(groups["with"].wire)
+            rows[f"{name} by {transport}"], wire = compare(name, transport, processes, args.rounds)
+        begin, tag = host_us(wire)
         rows["host"] = {"exchange": begin, "transfer": tag}
         if dist.get_rank() == 0:
             print(

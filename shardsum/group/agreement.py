@@ -136,7 +136,7 @@ class Agreement(Failures):
             raise RuntimeError(f"this group failed earlier and cannot be used again; make a new one. {self.failed}")
         self._name = name
         self.look()
-        self.call += 1
+        self.call, self.origin = self.call + 1, 0
 
     def agree(self, name: str, signature: Signature, info: Any = None) -> list[Any]:
         """Compare ``signature`` with the other processes' when it is new (or always).

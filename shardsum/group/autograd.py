@@ -46,7 +46,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.plan = inputs[0]
+        ctx.plan, ctx.call = inputs[0], inputs[0].call
         ctx.save_for_backward(inputs[1].new_empty(0))
 
     @staticmethod
@@ -54,9 +54,9 @@ class Exchange(torch.autograd.Function):
         _ = ctx.saved_tensors
         plan, terms = ctx.plan, ctx.plan.terms
         if terms.local_adjoint:
-            return None, *LocalAdjoint.apply(plan, grads[0])
+            return None, *LocalAdjoint.apply(plan, ctx.call, grads[0])
         acc = accumulator_dtype(terms.dtype)
-        shards = plan.adjoint.on_list([g.to(acc) if acc == torch.float64 else g for g in grads])
+        shards = plan.adjoint.on_list([g.to(acc) if acc == torch.float64 else g for g in grads], ctx.call)
         if terms.reduce.op == "mean":
             counts = plan.counts(grads[0].device)
             shards = [finish_gradient(s, n, terms.reduce.scale, terms.dtype) for s, n in zip(shards, counts)]
@@ -72,14 +72,14 @@ class Exchange(torch.autograd.Function):
 
 
 class LocalAdjoint(torch.autograd.Function):
-    """``LocalAdjoint.apply(plan, grad)``: the gradient of a replicated result whose cotangent every process has.
+    """``LocalAdjoint.apply(plan, call, grad)``: the gradient of a replicated result whose cotangent every process has.
 
     Nothing travels. The cotangent stands for one tensor that all processes hold, so its own derivative is the sum over
     the virtual ranks of all processes: the forward collective.
     """
 
     @staticmethod
-    def forward(plan: Plan, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(plan: Plan, call: int, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         terms = plan.terms
         count = plan.sink_count(grad.device) if terms.reduce.op == "mean" else None
         spread = finish_gradient(grad, count, terms.reduce.scale, terms.dtype)
@@ -88,14 +88,14 @@ class LocalAdjoint(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.plan, grad = inputs
+        ctx.plan, ctx.call, grad = inputs
         ctx.dtype = grad.dtype
         ctx.save_for_backward(grad.new_empty(0))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
         _ = ctx.saved_tensors
-        return None, ctx.plan.again(ctx.dtype).on_list(list(grads))[0]
+        return None, None, ctx.plan.again(ctx.dtype).on_list(list(grads), ctx.call)[0]
 
     jvp = Exchange.jvp
     vmap = Exchange.vmap

@@ -21,12 +21,13 @@ from ..core.numerics import NATIVE_DTYPES
 from ..local import kernels
 from ..local.ops import readable
 from ..native import loader as native
-from ..transports import TRANSPORTS, Rows, Stamp, Wire, carry, share, stamp
+from ..transports import TRANSPORTS, Rows, Stamp, Wire, carry, share
 from ..transports.peer.operators import MAX_ROW_DIMS
 from ..transports.peer.peers import Peers
 from ..transports.peer.transport import PreparedCall
+from ..transports.peer.workspace import number_of
 from .job import Job
-from .routes import Route, Router, rows_per_chunk, two_shot_chunks
+from .routes import Route, Router, fingerprint, rows_per_chunk, stamp_of, two_shot_chunks
 from .terms import Reduce, Terms
 
 
@@ -43,6 +44,8 @@ class Executor:
     Attributes:
         last: the route of the last exchange.
         call_number: gives the number of the call that an exchange belongs to.
+        origin: gives the number of the call whose backward it is; 0 for none. Messages carry it, too: backward passes
+            of equal calls must not meet in another order.
         state: one int64 that native operators share with Python (:mod:`shardsum.transports.peer.operators`).
     """
 
@@ -55,6 +58,7 @@ class Executor:
         self.peers = peers if peers is not None and peers.reason is None else None
         self.last: Route | None = None
         self.call_number: Callable[[], int] = lambda: 0
+        self.origin: Callable[[], int] = lambda: 0
         self.state = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def layout(self, terms: Terms) -> ExchangePlan:
@@ -81,7 +85,11 @@ class Executor:
         if self.wire is not None:
             self.wire.traffic.sent = self.wire.traffic.received = 0
             if stamp is not None:
-                self.wire.begin(stamp, self.call_number())
+                self.wire.begin(stamp.of(self.origin()), self.call_number())
+
+    def peer_number(self) -> int:
+        """What a launch over peer memory carries as the number of its call."""
+        return number_of(self.call_number(), self.origin())
 
 
 class Prepared:
@@ -113,19 +121,6 @@ class Prepared:
         if outs is not None:
             return list(outs)
         return [first.new_empty(shape, dtype=self._reduce.dtype) for shape in self.shapes]
-
-
-def stamp_of(terms: Terms, plan: ExchangePlan, route: Route) -> Stamp | None:
-    """The stamp of an exchange on the wire; None where nothing travels there."""
-    return None if route.transport in ("local", "peer") else fingerprint(terms, plan, route)
-
-
-def fingerprint(terms: Terms, plan: ExchangePlan, route: Route) -> Stamp:
-    """What an exchange is: all that determines what travels and what is made of it."""
-    said = {**terms.signature(), "sources": terms.sources, "sinks": terms.sinks}
-    owners = [plan.source_owners, plan.sink_owners]
-    way = [route.transport, route.two_shot, route.chunks, route.carry and route.carry.domains]
-    return stamp(terms.name, {**said, "owners": owners, "route": way})
 
 
 class OneShot(Prepared):
@@ -236,7 +231,7 @@ class OverPeers(Prepared):
         if not self._is_empty:
             call, bounds = self._launch
             rows = [readable(s) for s in shards] if self._converts else list(shards)
-            call(results, rows, bounds, number=self._executor.call_number())
+            call(results, rows, bounds, number=self._executor.peer_number())
         return Job(results, iter(()))
 
     def bind(self) -> Tensor | None:

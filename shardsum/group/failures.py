@@ -44,6 +44,7 @@ class Failures:
 
     Attributes:
         call: the number of the current call.
+        origin: the number of the call whose backward it is; 0 where it is none.
         failed: why the group cannot be used any more, or None.
         busy: to be held by whoever uses the group.
     """
@@ -51,7 +52,7 @@ class Failures:
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         self.rank, self.world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self.timeout = timeout
-        self.call = 0
+        self.call = self.origin = 0
         self.failed: str | None = None
         self.busy = Busy(group if self.world_size > 1 else None, weakly(self.abandon))
         self._group = group

@@ -25,8 +25,8 @@ from ..local.ops import readable, row_contiguous
 from ..native import loader as native
 from .autograd import _TAIL, Exchange, _library, groups, keep, refuse_recomputation, tail_of, terms_of
 from .autograd import exchange as registered_exchange
-from .executor import Executor, fingerprint, stamp_of
-from .routes import LOCAL_ROUTE, Route
+from .executor import Executor
+from .routes import LOCAL_ROUTE, Route, fingerprint, stamp_of
 from .terms import Reduce, Terms, flatten, pairs
 
 if TYPE_CHECKING:
@@ -76,11 +76,11 @@ class PreparedPadded:
         assert peers is not None
         outs = [x.new_empty((length(sink), *x.shape[2:]), dtype=reduce.dtype) for sink in self._sinks]
         if x.shape[2:].numel() and any(length(sink) for sink in plan.sinks):
-            said, number = fingerprint(self._terms, plan, self.route).hash, self._executor.call_number()
+            said, number = fingerprint(self._terms, plan, self.route).hash, self._executor.peer_number()
             rows = list(x.contiguous().unbind(0))
             peers.exchange(plan, rows, outs, reduce.op, reduce.scale, lengths, number=number, signature=said)
         if reduce.op == "mean":
-            return [*outs, peers.gather_lengths(plan, lengths, self._executor.call_number())]
+            return [*outs, peers.gather_lengths(plan, lengths, self._executor.peer_number())]
         return [*outs, lengths.new_zeros(len(self._executor.owners))]
 
     def _gather(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,14 +154,14 @@ class PaddedExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         outs = plan.run_recorded([x], lengths)
-        ctx.plan = plan
+        ctx.plan, ctx.call = plan, plan.call
         ctx.save_for_backward(lengths.clone(), outs[-1])  # the caller may write the next step's lengths before backward
         ctx.mark_non_differentiable(outs[-1])
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
-        return None, PaddedAdjoint.apply(ctx.plan, *ctx.saved_tensors, *grads[:-1]), None
+        return None, PaddedAdjoint.apply(ctx.plan, ctx.call, *ctx.saved_tensors, *grads[:-1]), None
 
     jvp = Exchange.jvp
 
@@ -173,21 +173,23 @@ class PaddedAdjoint(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, lengths: Tensor, all_lengths: Tensor, *grads: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.plan, ctx.dtype = plan, grads[0].dtype
+    def forward(  # type: ignore[override]
+        ctx: Any, plan: Plan, call: int, lengths: Tensor, all_lengths: Tensor, *grads: Tensor
+    ) -> Tensor:
+        ctx.plan, ctx.call, ctx.dtype = plan, call, grads[0].dtype
         ctx.save_for_backward(lengths)
         adjoint = _whole_adjoint(plan.terms)
         if plan.terms.local_adjoint:
             whole = [grads[0]] * len(plan.virtual_ranks)
         else:
-            whole = plan.of(adjoint).on_list([g.to(adjoint.dtype) for g in grads])
+            whole = plan.of(adjoint).on_list([g.to(adjoint.dtype) for g in grads], call)
         return _select(plan.terms, whole, lengths, all_lengths)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
         (lengths,) = ctx.saved_tensors
-        results = ctx.plan.again(ctx.dtype)(list(grad.unbind(0)), lengths=lengths)
-        return None, None, None, *(results if isinstance(results, list) else [results])
+        results = ctx.plan.again(ctx.dtype).on_list(list(grad.unbind(0)), ctx.call, lengths)
+        return None, None, None, None, *results
 
     jvp = Exchange.jvp
 

@@ -75,8 +75,9 @@ class Plan(Generic[R]):
             return PreparedPadded(self._planner.executor, self.terms)
         return self._planner.executor.prepare(self.terms, self.device.type)
 
-    #: What profiles call a call of this plan.
+    #: What profiles call a call of this plan, and the number of the group's current call.
     range_name = cached_property(name_of)
+    call = property(lambda self: self._planner.agreement.call)
 
     # Calls
 
@@ -107,20 +108,22 @@ class Plan(Generic[R]):
             ValueError: shards, out or lengths do not fit the plan. Raised on every process where it is the first call.
             RuntimeError: the group has failed, or another process is missing or runs another call.
         """
-        if _is_compiling():
-            return self._traced(shards, out, lengths)
-        return self.run_call(shards, out, lengths)
+        run = self._traced if _is_compiling() else self.run_call
+        return run(shards, out, lengths)
 
-    def run_call(self, shards: Shards, out: Any, lengths: Tensor | None, in_range: bool = False) -> Any:
-        """An eager call."""
+    def run_call(
+        self, shards: Shards, out: Any, lengths: Tensor | None, in_range: bool = False, origin: int = 0
+    ) -> Any:
+        """An eager call. ``origin``: the number of the call whose backward it is."""
         if profiler._is_profiler_enabled and not in_range:
             with range_of(self):
-                return self.run_call(shards, out, lengths, True)
+                return self.run_call(shards, out, lengths, True, origin)
         planner, name = self._planner, self.terms.name
         planner.enter(name)
+        planner.agreement.origin = origin
         try:  # as ``with planner.calling(name)``, in half the time
-            if self._bound is not None and lengths is None:
-                result = launch(self._planner, self._bound, shards, out) if self._agreed[False] else None
+            if self._bound is not None and lengths is None and self._agreed[False]:
+                result = launch(self._planner, self._bound, shards, out)
                 if result is not None:
                     return result
             hosted, outs, given = self._check(shards, out, lengths)
@@ -137,9 +140,10 @@ class Plan(Generic[R]):
             results = self._record(hosted, given)
         return deliver(results, self.terms, out, is_single(shards, planner, self.terms))
 
-    def on_list(self, shards: list[Tensor]) -> list[Tensor]:
+    def on_list(self, shards: list[Tensor], origin: int = 0, lengths: Tensor | None = None) -> list[Tensor]:
         """A call with one Tensor a hosted source that gives one a hosted sink, whatever the collective's form."""
-        outs: Any = self(shards[0] if len(shards) == 1 else shards)
+        given: Shards = shards[0] if len(shards) == 1 else shards
+        outs: Any = self(given) if _is_compiling() else self.run_call(given, None, lengths, origin=origin)
         return outs if isinstance(outs, list) else [outs]
 
     @overload
@@ -192,13 +196,10 @@ class Plan(Generic[R]):
         """The plan of other terms in the same group. Not collective: the agreement on this plan covers it."""
         return self._planner.derived(terms)
 
-    # What happened and what would happen
-
     def explain(self) -> Explanation:
         """Which transport the plan takes and why, with the bytes that it moves."""
-        planner = self._planner
-        ratio = planner.num_virtual_ranks / planner.world_size
-        return Explanation(self.terms.name, self._prepared.route, ratio, planner.executor.router.domains)
+        ratio = self._planner.num_virtual_ranks / self._planner.world_size
+        return Explanation(self.terms.name, self._prepared.route, ratio, self._planner.executor.router.domains)
 
     def stats(self) -> Stats:
         """Bytes of the group's last collective."""
@@ -212,8 +213,6 @@ class Plan(Generic[R]):
         planner, terms = self._planner, self.terms
         hosted = hosted_shards(shards, self.tensors.sources(), planner.shard_device, len(terms.row_shape))
         return deliver(traced(planner, terms, hosted, lengths), terms, out, is_single(shards, planner, terms))
-
-    # Parts of a call
 
     def run(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The results of valid rows, without autograd."""

@@ -65,7 +65,7 @@ class Planner:
         self.by_arguments: dict[Hashable, Plan] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.setting = partial(Setting, self.num_virtual_ranks, self.world_size)
-        executor.call_number = lambda: agreement.call
+        executor.call_number, executor.origin = lambda: agreement.call, lambda: agreement.origin
         self._state = ctypes.c_int64.from_address(executor.state.data_ptr())
         autograd.groups[self.name] = self
 
@@ -172,7 +172,7 @@ class Planner:
 
     def announce_call(self) -> None:
         """Tell the native operators the number of this call: they add 1 to the calls that were made before it."""
-        self._state.value = self.agreement.call - 1
+        self._state.value = self.executor.peer_number() - 1
 
     def check(self) -> None:
         """Raise RuntimeError when the group was closed or has failed."""

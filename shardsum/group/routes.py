@@ -16,7 +16,7 @@ import torch
 
 from ..core.layout import ExchangePlan, length
 from ..core.numerics import accumulator_dtype
-from ..transports import TRANSPORTS, share
+from ..transports import TRANSPORTS, Stamp, share, stamp
 from ..transports.base import all_gather_transfers
 from ..transports.carry_choice import choose
 from ..transports.carry_items import KINDS
@@ -24,7 +24,7 @@ from ..transports.carry_plan import CarryPlan
 from ..transports.costs import Costs, Load
 from ..transports.domains import Domains
 from ..transports.peer.peers import Peers
-from .terms import Reduce
+from .terms import Reduce, Terms
 
 #: Bytes of one chunk on the busiest process; a smaller message travels whole.
 CHUNK_BYTES = 32 << 20
@@ -180,3 +180,16 @@ def rows_per_chunk(plan: ExchangePlan, chunks: int) -> int:
     """Rows of a two-shot chunk: a multiple of the process count."""
     per_process = -(-length(plan.sinks[0]) // (chunks * plan.world_size))
     return per_process * plan.world_size
+
+
+def stamp_of(terms: Terms, plan: ExchangePlan, route: Route) -> Stamp | None:
+    """The stamp of an exchange on the wire; None where nothing travels there."""
+    return None if route.transport in ("local", "peer") else fingerprint(terms, plan, route)
+
+
+def fingerprint(terms: Terms, plan: ExchangePlan, route: Route) -> Stamp:
+    """What an exchange is: all that determines what travels and what is made of it."""
+    said = {**terms.signature(), "sources": terms.sources, "sinks": terms.sinks}
+    owners = [plan.source_owners, plan.sink_owners]
+    way = [route.transport, route.two_shot, route.chunks, route.carry and route.carry.domains]
+    return stamp(terms.name, {**said, "owners": owners, "route": way})

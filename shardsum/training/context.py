@@ -60,6 +60,8 @@ class ContextBatch:
         self.size, self.work, self.chunks = plan.size, plan.work, plan.chunks
         self.recompute_exchange = plan.recompute_exchange
         self.key = ops.register(self)
+        #: The number of the call whose backward runs now, else 0.
+        self.origin = 0
 
     def __repr__(self) -> str:
         return (

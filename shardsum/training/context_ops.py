@@ -69,10 +69,10 @@ def exchange(
     if plans is None:
         plans = batch.exchanges[key] = _plans(batch, name, first)
     if back:
-        return plans[0].adjoint.on_list(list(shards))
+        return plans[0].adjoint.on_list(list(shards), batch.origin)
     if not shared:
-        return plans[0].on_list(list(shards))
-    found = plans[1].on_list(list(shards))
+        return plans[0].on_list(list(shards), batch.origin)
+    found = plans[1].on_list(list(shards), batch.origin)
     return [x if view is None else found[view[0]][view[1]] for x, view in zip(found, batch.plan.views)]
 
 
@@ -177,6 +177,7 @@ class _Attention(torch.autograd.Function):
         qs, ks, vs = _parts(tensors, 3)
         keys, values, outs, lses = _forward(batch, qs, ks, vs, scale, name)
         ctx.batch, ctx.scale, ctx.name = batch, scale, name
+        ctx.call = next((plan.call for plan, _ in batch.exchanges.values()), 0)
         kept = (ks, vs) if batch.recompute_exchange else (keys, values)
         ctx.save_for_backward(*qs, *kept[0], *kept[1], *outs, *lses)
         ctx.set_materialize_grads(False)
@@ -185,8 +186,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple:  # type: ignore[override]
-        batch = ctx.batch
-        found = _backward(batch, grads, ctx.saved_tensors, ctx.scale, batch.recompute_exchange, ctx.name)
+        batch, saved = ctx.batch, ctx.saved_tensors  # to unpack them may run a checkpointed layer again
+        batch.origin = ctx.call
+        try:
+            found = _backward(batch, grads, saved, ctx.scale, batch.recompute_exchange, ctx.name)
+        finally:
+            batch.origin = 0
         return None, None, None, None, *found
 
 

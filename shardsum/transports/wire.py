@@ -32,6 +32,12 @@ class Stamp(NamedTuple):
     hash: int
     text: str
 
+    def of(self, call: int) -> Stamp:
+        """The stamp of an exchange that belongs to an earlier call, as its backward; 0 for none."""
+        if not call:
+            return self
+        return Stamp(self.hash + call * 0x9FB21C651E98DF25 & (1 << 63) - 1, f"{self.text} of call {call}")
+
 
 class Step(NamedTuple):
     """One exchange of a wire: its number there, what it is, and the number of the call that it belongs to."""

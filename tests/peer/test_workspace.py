@@ -9,7 +9,7 @@ import torch
 
 from shardsum.transports.peer import workspace as module
 from shardsum.transports.peer.layout import Regions
-from shardsum.transports.peer.workspace import Workspace
+from shardsum.transports.peer.workspace import Workspace, number_of
 
 DEVICE = torch.device("cuda", 0)
 REGIONS = Regions(2, 132, 1 << 20, 1 << 20, 1 << 20)
@@ -78,7 +78,14 @@ def test_a_failed_one_is_kept_and_refused(made: list[Workspace]) -> None:
 
 @pytest.mark.parametrize(
     "numbers, message",
-    [((4, 9, 5, 9), "call 4 of the group here, call 5 there"), ((4, 9, 4, 8), "call 4 of the group has other arg")],
+    [
+        ((4, 9, 5, 9), "call 4 of the group here, call 5 there"),
+        ((4, 9, 4, 8), "call 4 of the group has other arg"),
+        (
+            (number_of(9, 7), 9, number_of(9, 8), 9),
+            r"call 9 \(backward of call 7\) of the group here, call 9 \(backward of call 8\) there",
+        ),
+    ],
 )
 def test_another_call_is_named(made: list[Workspace], numbers: tuple[int, ...], message: str) -> None:
     workspace = acquire(Group())

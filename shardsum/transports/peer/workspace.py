@@ -27,6 +27,7 @@ from .layout import Regions
 from .memory import Gather, SymmetricMemory
 from .prepared import Addresses
 
+_BACKWARD = 1 << 31  # in the number of a call
 _DIFFERS = 2  # FailureKind in csrc/peer/call.h
 
 #: By process group and device; an entry goes with its process group, or when its last user releases it.
@@ -131,7 +132,18 @@ class Workspace:
         )
 
 
+def number_of(call: int, origin: int) -> int:
+    """What a launch carries (32 bits) as the number of a call: the backward of call ``origin``, where that is not 0."""
+    return call & _BACKWARD - 1 if not origin else _BACKWARD | (origin & 0x7FFF) << 16 | call & 0xFFFF
+
+
+def _said(number: int) -> str:
+    if not number & _BACKWARD:
+        return f"call {number} of the group"
+    return f"call {number & 0xFFFF} (backward of call {number >> 16 & 0x7FFF}) of the group"
+
+
 def _different(number: int, signature: int, their_number: int, their_signature: int) -> str:
     if number == their_number:
-        return f" (call {number} of the group has other arguments there)"
-    return f" (call {number} of the group here, call {their_number} there)"
+        return f" ({_said(number)} has other arguments there)"
+    return f" ({_said(number)} here, {_said(their_number).removesuffix(' of the group')} there)"
