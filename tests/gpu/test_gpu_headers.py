@@ -62,7 +62,7 @@ def diverge(rank: int, world: int, transport: str) -> None:
     y = plans[rank](x)
     torch.cuda.synchronize()
     assert is_spoiled(y)
-    with pytest.raises(RuntimeError, match=f"out of step: in all_reduce.*process {1 - rank}.*all_reduce"):
+    with pytest.raises(RuntimeError, match=f"out of step: in all_reduce.*process {1 - rank} "):
         plans[0](x)
     with pytest.raises(RuntimeError, match="out of step"):
         group.check()
