@@ -41,7 +41,7 @@ def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
     if wire is None:
         return Costs(0.0, 1e9, _three_digits(memory))
     if domains.count == 1:
-        latency = _slowest(group, lambda: _small(wire, device), repeat)
+        latency = _slowest(group, lambda: _small(wire, device), 5 * repeat)
         each = _WIRE_BYTES[device.type] // wire.world_size
         everyone = [each] * wire.world_size
         seconds = _slowest(group, lambda: _move(wire, device, everyone, everyone), repeat)
@@ -53,19 +53,18 @@ def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
         return size / max(seconds - latency, 1e-9) / 1e9
 
     across = _across(domains)
-    latency = _slowest(group, lambda: _move(wire, device, *_splits(wire, across, 64)), repeat)
+    latency = _slowest(group, lambda: _move(wire, device, *_splits(wire, across, 64)), 5 * repeat)
     neighbours = {a: b for m in domains.members for a, b in zip(m, m[1:] + m[:1])}
     size = _WIRE_BYTES[device.type] // max(map(len, domains.members))
     own, shared = gbps({a: across[a] for a, *_ in domains.members}, size), gbps(across, size)
     inside_latency, inside = latency, own
     if any(a != b for a, b in neighbours.items()):
-        inside_latency = _slowest(group, lambda: _move(wire, device, *_splits(wire, neighbours, 64)), repeat)
+        inside_latency = _slowest(group, lambda: _move(wire, device, *_splits(wire, neighbours, 64)), 5 * repeat)
         inside = gbps(neighbours, size)
     members = max(map(len, domains.members))
     constants = [inside_latency * 1e6, inside, memory, latency * 1e6, own, shared * members]
-    if (
-        device.type == "cpu"
-    ):  # what a machine's processes get when all send at once, over whatever link lets more through
+    if device.type == "cpu":
+        # What a machine's processes get when all send at once, over whatever link lets more through.
         constants.append(max(inside, shared) * max(map(domains.machine_of.count, domains.machine_of)))
     return Costs(*map(_three_digits, constants))
 
@@ -104,7 +103,7 @@ def _move(wire: Wire, device: torch.device, receives: list[int], sends: list[int
 
 
 def _slowest(group: ShardGroup, fn: Callable[[], object], repeat: int) -> float:
-    """Median seconds of the slowest process."""
+    """Seconds of the slowest process: of each the lower quartile, for other work on a machine only adds."""
     times = []
     for _ in range(repeat + 3):
         if group.group is not None:
@@ -114,7 +113,7 @@ def _slowest(group: ShardGroup, fn: Callable[[], object], repeat: int) -> float:
         fn()
         _finish(group.device)
         times.append(time.perf_counter() - begin)
-    mine = torch.tensor([statistics.median(times[3:])], dtype=torch.float64, device=group.device)
+    mine = torch.tensor([statistics.quantiles(times[3:], n=4)[0]], dtype=torch.float64, device=group.device)
     ranks = [mine] * len(group.virtual_ranks)
     return float(group.all_gather(ranks, [1] * group.num_virtual_ranks).max())
 
