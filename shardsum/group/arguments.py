@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from ..core.checks import (
+    as_index,
     as_ints,
     check_index_tensor,
     check_shards,
     check_size,
     check_writable,
     describe,
+    is_count,
     is_strided,
     needs_grad,
     overlap,
@@ -84,6 +86,17 @@ def check_rows(terms: Terms, ranks: Sequence[int], shards: Sequence[Tensor], len
             raise ValueError(f"lengths: virtual rank {r} has {n}, but its shard holds {shard.shape[0]} rows")
 
 
+def check_row_shape(shape: Any) -> tuple[int, ...]:
+    """A trailing shape as plain ints."""
+    try:
+        checked = tuple(map(as_index, shape))
+    except TypeError:
+        checked = (-1,)
+    if min(checked, default=0) < 0:
+        raise ValueError(f"row_shape: expected a tuple of ints, at least 0, got {shape!r}")
+    return checked
+
+
 def check_grad(grad: str) -> str:
     if not isinstance(grad, str) or grad not in ("identity", "sum"):
         raise ValueError(f'grad: expected "identity" or "sum", got {grad!r}')
@@ -106,6 +119,21 @@ def classify_lengths(
     if lengths.device != device:
         raise ValueError(f"lengths: on {lengths.device}, but the shards are on {device}")
     return "device", check_index_tensor("lengths", lengths, len(hosted)).to(torch.int64)
+
+
+def check_planned_lengths(name: str, lengths: Any, s_max: Any, num_virtual_ranks: int, device: torch.device) -> Any:
+    """What a plan of the collective ``name`` is given: R ints, or ``s_max`` where lengths come with each call."""
+    if name == "exchange":
+        if lengths is not None or s_max is not None:
+            raise ValueError("lengths: an exchange takes in_intervals and out_intervals in their place")
+        return None
+    if (lengths is None) == (s_max is None):
+        raise ValueError("lengths: a plan takes R ints, or s_max where lengths are on the device")
+    if lengths is not None:
+        return classify_lengths(lengths, num_virtual_ranks, (), device)[1]
+    if not is_count(s_max):
+        raise ValueError(f"s_max: expected an int, at least 0, got {s_max!r}")
+    return int(s_max)
 
 
 def check_device_lengths(lengths: Tensor, shards: Sequence[Tensor]) -> Tensor:

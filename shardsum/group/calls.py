@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from marshal import dumps
+from marshal import dumps, loads
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.checks import as_ints, is_count, needs_grad
 from ..core.checks import describe as describe_value
-from ..core.checks import is_count, needs_grad
 from .agreement import common_error
 from .arguments import Shards, check_out, classify_lengths, hosted_shards
 from .collectives import TAKES, Options, describe
@@ -53,7 +53,7 @@ def call(
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):  # not plain: left to the checks
             key, found = None, None
         plan = found or _make(planner, name, shards, lengths, _named(name, lengths, options), out, async_op)
-        if found is None and key is not None:
+        if found is None and key is not None and _is_unique(key):
             planner.remember(key, plan)
     given = lengths if plan.terms.device_lengths else None
     if async_op:
@@ -99,6 +99,8 @@ def _make(
 def _describe(
     planner: Planner, name: str, shards: Shards, lengths: Any, options: Options
 ) -> tuple[list[Tensor], Terms]:
+    if name != "exchange" and not isinstance(lengths, Tensor):
+        lengths = as_ints("lengths", lengths, planner.num_virtual_ranks)
     hosted = hosted_shards(
         shards, planner.virtual_ranks, planner.shard_device, _row_dims(shards, lengths, options, planner)
     )
@@ -201,6 +203,16 @@ def _key(name: str, shards: Any, lengths: Any, options: tuple[Any, ...]) -> Hash
     return name, type(shards), first.shape, first.dtype, dtype, told, dumps((lengths, options), 2)
 
 
+def _is_unique(key: Any) -> bool:
+    """Whether no other arguments have this key. Of numpy's arrays and scalars (and other buffers) it holds the bytes
+    alone: the same for bools and uint8, or for a float and an int, of which only one may be what the checks take."""
+    return not _holds_buffer(loads(key[-1]))
+
+
+def _holds_buffer(value: Any) -> bool:
+    return any(map(_holds_buffer, value)) if isinstance(value, (list, tuple)) else isinstance(value, bytes)
+
+
 def _row_dims(shards: Shards, lengths: Any, options: Options, planner: Planner) -> int | None:
     """The trailing dimensions of the shards where one stacked tensor ``(1, S_MAX, *F)`` stands for one hosted rank:
     where it would hold fewer rows than its length, or than the result has, if it were a shard itself."""
@@ -214,7 +226,7 @@ def _row_dims(shards: Shards, lengths: Any, options: Options, planner: Planner) 
             f"shards: {describe_value(shards)} may be one shard of one row, or stacked shards (1, S_MAX, *F); with "
             "lengths on the device and a result of one row pass a list of one Tensor"
         )
-    if not isinstance(lengths, (list, tuple, Tensor)) or len(lengths) != count:
+    if lengths is None or len(lengths) != count:  # of an exchange; device lengths, refused later
         return None
     mine = lengths[planner.virtual_ranks[0]]
     return shards.dim() - 2 if (_is_compiling() or is_count(mine)) and mine > 1 else None

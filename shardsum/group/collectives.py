@@ -133,10 +133,10 @@ _INTERVALS = ("in_intervals", "out_intervals")
 
 def check_options(name: str, options: Mapping[str, Any]) -> Options:
     """The options of a plan; ValueError for one that the collective does not take."""
-    if name not in COLLECTIVES:
+    if not isinstance(name, str) or name not in COLLECTIVES:
         raise ValueError(f"collective: expected one of {', '.join(COLLECTIVES)}, got {name!r}")
     takes = {*TAKES[name], *(_INTERVALS if name == "exchange" else ())}
-    odd = sorted(options.keys() - takes - {"grad"})
+    odd = sorted(options.keys() - takes)
     if odd:
         raise ValueError(f"{odd[0]}: {name} takes no such argument; it takes {', '.join(sorted(takes))}")
     return Options(**options)

@@ -201,9 +201,9 @@ class CollectiveGroup(Collectives):
             >>> plan = group.plan("reduce_scatter", [4, 2, 0, 3], row_shape=(8,), dtype=torch.bfloat16)
             >>> parts = plan([torch.ones(n, 8, dtype=torch.bfloat16) for n in (4, 2, 0, 3)])
         """
-        grad = "identity" if collective == "all_reduce" else "sum"
-        return self._planner.plan(collective, s_max if lengths is None else lengths, {"grad": grad, **options},
-                                  row_shape, dtype)  # fmt: skip
+        if collective == "all_reduce":
+            options = {"grad": "identity", **options}
+        return self._planner.plan(collective, lengths, options, row_shape, dtype, s_max)
 
     # Agreement for operations made of several collectives
 

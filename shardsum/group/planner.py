@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core.checks import is_count
 from . import autograd
 from .agreement import Agreement, is_common
-from .arguments import check_lengths, check_rows, classify_lengths
+from .arguments import check_lengths, check_planned_lengths, check_row_shape, check_rows
 from .calling import Calling
 from .collectives import Setting, check_options, describe
 from .executor import Executor
@@ -206,13 +206,11 @@ class Planner:
 
     # Plans
 
-    def plan(
-        self, name: str, lengths: Any, options: Mapping[str, Any], row_shape: Sequence[int], dtype: torch.dtype
-    ) -> Plan:
-        """What ``group.plan`` returns; ``lengths`` are R ints, or S_MAX where they are on the device."""
+    def plan(self, name: str, lengths: Any, options: Mapping[str, Any], row_shape: Any, dtype: Any, s_max: Any) -> Plan:
+        """What ``group.plan`` returns."""
         with self.calling(name):
             try:
-                terms = self._terms(name, lengths, options, row_shape, dtype)
+                terms = self._terms(name, lengths, options, row_shape, dtype, s_max)
             except Exception as error:
                 raise self.refuse(name, error) from error
             found = self._plans.get(terms)
@@ -222,21 +220,18 @@ class Planner:
                 found.mark_agreed(False)
             return found
 
-    def preview(
-        self, name: str, lengths: Any, options: Mapping[str, Any], row_shape: Sequence[int], dtype: torch.dtype
-    ) -> Plan:
+    def preview(self, name: str, lengths: Any, options: Mapping[str, Any], row_shape: Any, dtype: Any) -> Plan:
         """The plan of a call that is not made. Not collective."""
         return Plan(self, self._terms(name, lengths, options, row_shape, dtype))
 
     def _terms(
-        self, name: str, lengths: Any, options: Mapping[str, Any], row_shape: Sequence[int], dtype: torch.dtype
+        self, name: str, lengths: Any, options: Mapping[str, Any], row_shape: Any, dtype: Any, s_max: Any = None
     ) -> Terms:
-        checked = check_options(name, options)
-        if name != "exchange" and not isinstance(lengths, int):
-            _, lengths = classify_lengths(lengths, self.num_virtual_ranks, (), self.device)
-            if lengths is None:
-                raise ValueError("lengths: a plan takes R ints, or s_max where lengths are on the device")
-        terms = describe(name, self.setting(tuple(row_shape), dtype), lengths, checked)
+        checked, shape = check_options(name, options), check_row_shape(row_shape)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype: expected a torch.dtype, got {dtype!r}")
+        lengths = check_planned_lengths(name, lengths, s_max, self.num_virtual_ranks, self.device)
+        terms = describe(name, self.setting(shape, dtype), lengths, checked)
         self.check_values(terms)
         return terms
 

@@ -212,7 +212,8 @@ def _planned_sum(
         size = x.shape[1] if starts is None else max(s + n for s, n in zip(starts, lengths))
     scale = None if scale is None else float(scale)
     dtype = resolve_out_dtype(x.dtype, out_dtype)
-    return operators.padded_sum(x, [] if starts is None else starts, [], lengths, size, op, scale, dtype)
+    # Copies: the caller may change its lists before backward.
+    return operators.padded_sum(x, [*(starts or ())], [], [*lengths], size, op, scale, dtype)
 
 
 def _padded(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import Any
 
+from ..core.checks import is_count
 from ..core.layout import Interval, intersect, length
 from ..group.group import CollectiveGroup
 from ..group.plan import Plan
@@ -52,11 +53,15 @@ def show(
         █ holds and needs  ▒ holds  ░ needs  · neither
         by local: one process: the shards are summed where they lie
     """
+    if not is_count(width) or width == 0:
+        raise ValueError(f"width: expected an int, at least 1, got {width!r}")
     if isinstance(what, ContextBatch):
         title = f"context parallelism, {len(what.cu_seqlens) - 1} documents"
         return _draw(title, what.plan.owners, what.plan.owned, what.plan.needed, what.size, width)
     if isinstance(what, CollectiveGroup):
         what = what.preview(collective, lengths, **options)
+    elif not isinstance(what, Plan):
+        raise ValueError(f"what: expected a ShardGroup, a Plan or a ContextBatch, got {what!r}")
     elif lengths is not None or options:
         raise ValueError("lengths: a plan and a batch have their own; pass a group, or leave them out")
     terms, owners = what.terms, what.owners

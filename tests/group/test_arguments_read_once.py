@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,26 @@ def test_lists_are_free_once_a_call_has_begun() -> None:
     given[:] = [other, other]
     shards[:] = [other, other]
     assert tolist(handle.wait()) == tolist(outs) == [SUM[:2], SUM[2:]] and other.tolist() == [7.0, 7.0]
+
+
+def test_numpy_values_are_told_apart_by_type() -> None:
+    """Their bytes are the same: what is refused is refused after a call with those that are taken, too."""
+    group, x = ShardGroup(2), torch.ones(2, 250)
+    ones, many = np.array([1, 1], np.uint8), np.array([200, 2], np.uint8)
+    for _ in range(2):
+        assert group.all_reduce(x, ones, size=2).tolist() == [2.0, 0.0]
+        assert group.all_reduce(x, many, size=250).sum() == 202
+        with pytest.raises(ValueError, match="lengths: expected 2 ints"):
+            group.all_reduce(x, ones.view(np.bool_), size=2)
+        with pytest.raises(ValueError, match="lengths: virtual rank 0 has -56"):
+            group.all_reduce(x, many.view(np.int8), size=250)
+        for scale in (np.float32(1), np.float32(1).view(np.int32)):
+            assert group.all_reduce(x, [1, 1], scale=scale).item() == torch.tensor(2.0 * int(scale)).item()
+
+
+@pytest.mark.parametrize("form", [np.array, tuple, torch.tensor, lambda n: array("q", n)])
+def test_any_form_of_lengths_tells_stacked_shards(form: Any) -> None:
+    assert ShardGroup(1).all_reduce(torch.ones(1, 3, 2), form([2]), size=3).tolist() == [[1, 1], [1, 1], [0, 0]]
 
 
 def test_attention_knows_borders_by_their_values() -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from shardsum import ragged_sum
 from shardsum.local import kernels
 from shardsum.local.plan import SumPlan, planned
 from tests.values import assert_same, random_values
@@ -63,3 +64,18 @@ def test_what_does_not_fit_is_refused() -> None:
     for bad, shards, capacity in ((x[:3], 2, 3), (x, 3, 3), (x, 2, 2), (x, 2, -1)):
         with pytest.raises(RuntimeError):
             kernels.spread_plan(bad, plan, shards, capacity)
+
+
+def test_a_gradient_follows_the_lists_of_its_call() -> None:
+    """Backward comes later: by then the caller may have the next step's lengths in the same lists."""
+    for op in ("sum", "mean"):
+        for starts in (None, [1, 0]):
+            lengths, x = [2, 3], torch.ones(2, 4, requires_grad=True)
+            y = ragged_sum(x, lengths, starts=starts, op=op)
+            (want,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            lengths[:] = [0, 0]
+            if starts:
+                starts[:] = [0, 0]
+            (got,) = torch.autograd.grad(y.sum(), x)
+            assert_same(got, want)
+            assert (got != 0).sum(1).tolist() == [2, 3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -67,3 +69,14 @@ def test_reprs_fit_a_notebook() -> None:
     for shown in (group, plan, plan.explain(), plan.stats(), cp):
         assert all(len(line) < 200 for line in repr(shown).splitlines()), repr(shown)
     assert repr(plan.explain()) == str(plan.explain())
+
+
+@pytest.mark.parametrize("width", [0, -5, 1.5, None, "a"])
+def test_a_picture_without_width_is_refused(width: Any) -> None:
+    with pytest.raises(ValueError, match="width: expected an int, at least 1"):
+        shardsum.show(ShardGroup(2), [1, 2], width=width)
+
+
+def test_only_groups_plans_and_batches_are_shown() -> None:
+    with pytest.raises(ValueError, match="what: expected a ShardGroup, a Plan or a ContextBatch, got 3"):
+        shardsum.show(3)
