@@ -241,6 +241,8 @@ class ContextBatch:
         except ValueError as error:
             raise self.group.refuse("attention", error) from error
         if inner is None:
+            if scale is not None and scale <= 0:
+                qs, scale = _times_sign(qs, scale)
             outs, lses = ops.attend(self, qs, ks, vs, scale, return_lse)
             lses = [x.t() for x in lses[: len(outs)]] if return_lse else []
         else:
@@ -273,6 +275,11 @@ class ContextBatch:
 
     def _deliver(self, xs: list[Tensor]) -> Any:
         return xs[0] if len(xs) == 1 else list(xs)
+
+
+def _times_sign(qs: Sequence[Tensor], scale: float) -> tuple[list[Tensor], float]:
+    """The same scores with a scale above 0: kernels put -inf where a causal mask is before they multiply by it."""
+    return [q * (-1.0 if scale < 0 else 0.0) for q in qs], -scale or 1.0
 
 
 def _autocast(xs: Sequence[Tensor]) -> list[Tensor]:

@@ -22,6 +22,7 @@ Micro-batches (``set_requires_gradient_sync(False)``) are added by FSDP in its r
 
 # No postponed annotations: torch looks at those of collectives.
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,8 +95,8 @@ class FSDPReduceScatter:
             replicated = [n for n, p in placed.items() if _is_replicated(p)]
             alone = [p.device_mesh.get_group(0) for p in placed.values() if p.device_mesh.size(0) == 1]
             if replicated:
-                self._check_mesh(replicated[0], placed[replicated[0]].device_mesh)
-                reductions[name] = ReplicatedReduction(self.reduce, name, parameters)
+                over = self._over_replicas(replicated[0], placed[replicated[0]].device_mesh)
+                reductions[name] = ReplicatedReduction(partial(self.reduce, over=over), name, parameters)
             elif alone:
                 reductions[name] = UnshardedReduction(self.reduce, name, parameters, alone[0])
             else:
@@ -103,8 +104,8 @@ class FSDPReduceScatter:
         for name, module in found.items():
             reductions[name].install(module)
 
-    def _check_mesh(self, parameter: str, mesh: Any) -> None:
-        """ValueError where ``over`` is not all processes of a mesh (replicate, shard, ...)."""
+    def _over_replicas(self, parameter: str, mesh: Any) -> dist.ProcessGroup | None:
+        """The group of all processes of a mesh (replicate, shard, ...); ValueError where ``over`` is another one."""
         replicas, shards = mesh.size(0), mesh.size(1)
         what = f"model: parameter {parameter} has {replicas} replicas on its mesh {mesh}"
         if shards == 1:
@@ -112,14 +113,16 @@ class FSDPReduceScatter:
                 f"{what}, of one shard each: there FSDP calls no reduce-scatter; give fully_shard the sharding "
                 "dimension of the mesh alone, and FSDPReduceScatter the group of all its processes (over=...)"
             )
-        if self.over is None and mesh.ndim == 2 and mesh.size() == dist.get_world_size():
-            self.over = dist.group.WORLD
-        given = None if self.over is None else dist.get_world_size(self.over)
+        over = self.over
+        if over is None and mesh.ndim == 2 and mesh.size() == dist.get_world_size():
+            over = dist.group.WORLD
+        given = None if over is None else dist.get_world_size(over)
         if given != replicas * shards:
             raise ValueError(
                 f"{what}, of {shards} shards each; FSDPReduceScatter needs the group of these {replicas * shards} "
                 f"processes (over=...), and has {'none' if given is None else f'one of {given}'}"
             )
+        return over
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The buffers that FSDP fills and reads: plain tensors."""
@@ -143,9 +146,16 @@ class FSDPReduceScatter:
         self.reduce(output_tensor, input_tensor, group, op, async_op, None)
 
     def reduce(
-        self, out: Tensor, gradients: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool, label: str | None
+        self,
+        out: Tensor,
+        gradients: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool,
+        label: str | None,
+        over: dist.ProcessGroup | None = None,
     ) -> None:
-        """A call; those with different labels never meet."""
+        """A call; those with different labels never meet. ``over``: in place of the object's."""
         if op != dist.ReduceOp.SUM:
             raise ValueError(
                 f"FSDPReduceScatter adds and does not average, but FSDP asks for {_op_name(op)}: call install(model), "
@@ -158,10 +168,11 @@ class FSDPReduceScatter:
         rows = gradients if self.wire_dtype is None or blocks else gradients.to(self.wire_dtype)
         # A sum of narrow values has no float64 result.
         dtype = out.dtype if out.dtype in _SUMMED or self.wire_dtype is None else torch.float32
-        key = group, rows.numel(), rows.dtype, dtype, label, self.scale, self.wire_dtype, self.over
+        over = self.over if over is None else over
+        key = group, rows.numel(), rows.dtype, dtype, label, self.scale, self.wire_dtype, over
         if key not in self._sums:
             make = self._make_block_sum if blocks else self._make_plan
-            self._sums[key] = make(group, rows, out.numel(), dtype, label)
+            self._sums[key] = make(group, over, rows, out.numel(), dtype, label)
         if blocks or dtype != out.dtype:
             found = self._sums[key](rows)
             out.copy_(found if isinstance(found, Tensor) else found[0])
@@ -169,28 +180,40 @@ class FSDPReduceScatter:
             self._sums[key](rows, out=out)
 
     def _make_plan(
-        self, group: dist.ProcessGroup, rows: Tensor, part: int, dtype: torch.dtype, label: str | None
+        self,
+        group: dist.ProcessGroup,
+        over: dist.ProcessGroup | None,
+        rows: Tensor,
+        part: int,
+        dtype: torch.dtype,
+        label: str | None,
     ) -> Callable[..., Any]:
-        shards, size = self._group(self.over or group, rows.device), rows.numel()
+        shards, size = self._group(over or group, rows.device), rows.numel()
         everyone = range(shards.world_size)
         common: dict[str, Any] = {"size": size, "dtype": rows.dtype, "out_dtype": dtype, "scale": self.scale}
-        if self.over is None:
+        if over is None:
             return shards.plan("reduce_scatter", [size for _ in everyone], splits=[part for _ in everyone], name=label,
                                **common)  # fmt: skip
-        outs = [(owner * part, (owner + 1) * part) for owner in self._owners(shards, group)]
+        outs = [(owner * part, (owner + 1) * part) for owner in self._owners(shards, group, over)]
         ins = [(0, size) for _ in everyone]
         return shards.plan("exchange", in_intervals=ins, out_intervals=outs, name=label, **common)
 
     def _make_block_sum(
-        self, group: dist.ProcessGroup, rows: Tensor, part: int, dtype: torch.dtype, label: str | None
+        self,
+        group: dist.ProcessGroup,
+        over: dist.ProcessGroup | None,
+        rows: Tensor,
+        part: int,
+        dtype: torch.dtype,
+        label: str | None,
     ) -> Callable[..., Any]:
-        shards = self._group(self.over or group, rows.device)
-        owners = self._owners(shards, group)
+        shards = self._group(over or group, rows.device)
+        owners = self._owners(shards, group, over)
         return block_wire.BlockScaledSum(shards, part, owners, scale=self.scale, out_dtype=dtype, name=label)
 
-    def _owners(self, shards: ShardGroup, group: dist.ProcessGroup) -> list[int]:
+    def _owners(self, shards: ShardGroup, group: dist.ProcessGroup, over: dist.ProcessGroup | None) -> list[int]:
         """Which part of the sum each process keeps."""
-        if self.over is None:
+        if over is None:
             return list(range(shards.world_size))
         return [owner for (owner,) in shards.gather_ints("reduce_scatter", [dist.get_rank(group)], 1)]
 

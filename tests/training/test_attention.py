@@ -87,6 +87,20 @@ def test_within_the_documented_bound_of_float64(case: str, causal: bool) -> None
     assert error["dk"] <= factor * slope * keys * q.abs().max().item()
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [0.0, -0.0, -0.21])
+def test_a_scale_that_is_not_above_zero(scale: float, causal: bool) -> None:
+    lengths, borders = CASES["packed"]
+    found = forward_backward(
+        ShardGroup(len(lengths)), lengths, borders, causal=causal, scale=scale, dtype=torch.float64
+    )
+    q, k, v, g = (x.double().requires_grad_() for x in make(lengths))
+    out = full_attention(q, k, v, borders, causal, scale)
+    out.backward(g.detach())
+    for name, exact in (("out", out), ("dq", q.grad), ("dk", k.grad), ("dv", v.grad)):
+        torch.testing.assert_close(torch.cat([f[name] for f in found]), exact.detach(), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_as_good_as_one_process(dtype: torch.dtype) -> None:
     lengths, borders = CASES["packed"]

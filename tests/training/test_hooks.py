@@ -414,6 +414,24 @@ def test_replicas_of_a_single_shard() -> None:
         assert bits.equal(grad, torch.full((2, 4), 0.5))
 
 
+def _two_meshes(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A module that torch replicates, and one that is another expert on either half of the world."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=HSDP)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model[1], mesh=mesh["shard"])
+    FSDPReduceScatter().install(model)
+    for layer in model:
+        layer(torch.full((1, 4), 1.0 + rank)).sum().backward()
+    return model[0].weight.grad.full_tensor(), model[1].weight.grad.full_tensor()
+
+
+def test_a_module_is_added_over_its_own_mesh() -> None:
+    for rank, (replicated, expert) in enumerate(run_processes(_two_meshes, 4)):
+        assert bits.equal(replicated, torch.full((4, 4), 10.0))
+        assert bits.equal(expert, torch.full((2, 4), 3.0 if rank < 2 else 7.0))
+
+
 def _unsuitable_meshes(rank: int, world_size: int) -> list[str]:
     messages = []
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
