@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -41,7 +40,7 @@ class Reduce(Protocol):
 
 
 class Schedule:
-    """What one process does, step by step. :func:`schedule` keeps the last ones: to list it takes time.
+    """What one process does, step by step.
 
     Attributes:
         receives, sends: messages by step.
@@ -73,16 +72,13 @@ class Schedule:
         return [(q, begin - lo) for q, (lo, hi) in enumerate(self.sinks) if lo <= begin and end <= hi]
 
 
-schedule = lru_cache(maxsize=64)(Schedule)
-
-
 def run(
     plan: Schedule, shards: Sequence[Tensor], outs: Sequence[Tensor], reduce: Reduce, wire: Wire, batched: bool = False
 ) -> Iterator[None]:
     """Sum ``shards`` into ``outs``; a generator that stops once after the first transfers have started.
 
     Args:
-        plan: this process's :func:`schedule` of what is the same :class:`CarryPlan` on all processes.
+        plan: this process's part of what is the same :class:`CarryPlan` on all processes.
         shards: hosted sources ``(|I_r|, *F)``, contiguous, at least one.
         outs: results ``(|O_q|, *F)`` of the hosted sinks, contiguous, in ``reduce.dtype``; overwritten.
         reduce: what the last stage does. A mean needs a plan that is ``counted``.

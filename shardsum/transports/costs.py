@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,8 +24,14 @@ from .domains import Domains
 
 @dataclass(frozen=True)
 class Load:
-    """Bytes of a call by process: sent and received inside its domain and between domains; and by domain, sent
-    to and received from others; and by machine, what its processes send over any link."""
+    """Bytes of a call.
+
+    Attributes:
+        inside_out, inside_in, between_out, between_in: by process, sent and received inside its domain and between
+            domains.
+        domain_out, domain_in: by domain, sent to and received from others.
+        host_out: by machine, what its processes send over any link.
+    """
 
     inside_out: tuple[int, ...]
     inside_in: tuple[int, ...]
@@ -38,28 +44,22 @@ class Load:
     @staticmethod
     def of(transfers: Iterable[tuple[int, int, int]], domains: Domains) -> Load:
         """The sum of transfers (sender, receiver, bytes). What a process gives itself does not count."""
-        return Load._of(transfers, domains.of, domains.machine_of)
-
-    @staticmethod
-    def _of(transfers: Iterable[tuple[int, int, int]], domains: Sequence[int], machines: Sequence[int]) -> Load:
-        world, count = len(domains), max(domains) + 1
-        inside, between, domain, sent = (
-            *([[0] * n, [0] * n] for n in (world, world, count)),
-            [[0] * (max(machines) + 1)],
-        )
+        of, machines = domains.of, domains.machine_of
+        inside, between, domain = ([[0] * n, [0] * n] for n in (len(of), len(of), domains.count))
+        host_out = [0] * (max(machines) + 1)
         for a, b, n in transfers:
             if a == b:
                 continue
-            sent[0][machines[a]] += n
-            if domains[a] == domains[b]:
+            host_out[machines[a]] += n
+            if of[a] == of[b]:
                 inside[0][a] += n
                 inside[1][b] += n
             else:
                 between[0][a] += n
                 between[1][b] += n
-                domain[0][domains[a]] += n
-                domain[1][domains[b]] += n
-        return Load(*(tuple(row) for table in (inside, between, domain, sent) for row in table))
+                domain[0][of[a]] += n
+                domain[1][of[b]] += n
+        return Load(*map(tuple, (*inside, *between, *domain, host_out)))
 
     @property
     def egress(self) -> tuple[int, ...]:
@@ -96,10 +96,6 @@ class Costs:
     between_gbps: float | None = None
     domain_gbps: float | None = None
     host_gbps: float | None = None
-
-    def microseconds(self, collectives: int, wire_bytes: int, memory_bytes: int) -> float:
-        """The model's time for so many collectives and so many bytes on the busiest process, all inside a domain."""
-        return self.latency_us * collectives + wire_bytes / self.wire_gbps / 1e3 + memory_bytes / self.memory_gbps / 1e3
 
     def latency(self, load: Load) -> float:
         """Of one step of such a call."""

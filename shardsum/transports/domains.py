@@ -17,8 +17,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Domains:
-    """The domain of every process, and a name for each domain; and the machine of every process, whose CPUs several
-    domains may share. Empty: every domain is one.
+    """The domain of every process.
+
+    Attributes:
+        of: the domain of every process.
+        names: of every domain.
+        machines: the machine of every process; several domains may share its CPUs. Empty: every domain is one.
 
     Example:
         >>> d = agree(["left", "left", "right"])

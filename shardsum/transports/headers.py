@@ -139,9 +139,8 @@ def _check_headers(
         first = differs.to(torch.uint8).argmax()
         theirs = came.view(torch.int64)[first, :1]
         sender = torch.zeros_like(theirs)
-        for i, process in enumerate(
-            processes
-        ):  # a tensor of them would be a copy from the host, which no capture takes
+        # A tensor of the processes would be a copy from the host, which cannot be captured.
+        for i, process in enumerate(processes):
             sender.masked_fill_(first == i, process)
         bad = bad | differs.any()
         said = torch.cat([torch.ones_like(theirs), sender, theirs, header[:1]])

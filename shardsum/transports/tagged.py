@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -85,8 +85,8 @@ class TaggedWire(Wire):
         if not own.numel():
             return self._under_way([])
         tag, parts = self._next_tag(), everyone.split(own.numel())
-        works = [self._recv(parts[p], p, tag) for p in self._from]
-        works += [self._send(own, p, tag) for p in self._to]
+        works = [self._post(self.group.recv, parts[p], p, tag) for p in self._from]
+        works += [self._post(self.group.send, own, p, tag) for p in self._to]
         if parts[self.rank].data_ptr() != own.data_ptr():
             parts[self.rank].copy_(own)
         return self._under_way(works)
@@ -96,20 +96,21 @@ class TaggedWire(Wire):
         self.count(itemsize, mine.numel(), out.numel())
         received = as_bytes(out).split([n * itemsize for n in out_splits])
         sent = as_bytes(mine).split([n * itemsize for n in in_splits])
-        works = [self._recv(received[p], p, tag) for p in self._from if out_splits[p]]
-        return self._under_way(works + [self._send(sent[p], p, tag) for p in self._to if in_splits[p]])
+        works = [self._post(self.group.recv, received[p], p, tag) for p in self._from if out_splits[p]]
+        works += [self._post(self.group.send, sent[p], p, tag) for p in self._to if in_splits[p]]
+        return self._under_way(works)
 
     def send(self, x: Tensor, peer: int, chunk: int) -> Any:
-        data = as_bytes(x)
-        self.count(data.numel(), 1, 0)
-        tag = self._tags + _CHUNKS + chunk & _TAGS
-        return self._under_way([self._send(data, peer, tag)] if data.numel() else [])
+        self.count(x.nbytes, 1, 0)
+        return self._start_chunk(self.group.send, x, peer, chunk)
 
     def recv(self, out: Tensor, peer: int, chunk: int) -> Any:
-        data = as_bytes(out)
-        self.count(data.numel(), 0, 1)
+        self.count(out.nbytes, 0, 1)
+        return self._start_chunk(self.group.recv, out, peer, chunk)
+
+    def _start_chunk(self, start: Callable[..., dist.Work], x: Tensor, peer: int, chunk: int) -> int:
         tag = self._tags + _CHUNKS + chunk & _TAGS
-        return self._under_way([self._recv(data, peer, tag)] if data.numel() else [])
+        return self._under_way([self._post(start, as_bytes(x), peer, tag)] if x.numel() else [])
 
     def batch(
         self, sends: Sequence[tuple[Tensor, int, int]], receives: Sequence[tuple[Tensor, int, int]]
@@ -131,16 +132,11 @@ class TaggedWire(Wire):
                 if "Timed out" in str(error):  # else that connection was closed before, but others may stand
                     break
 
-    def _send(self, data: Tensor, peer: int, tag: int) -> tuple[int, dist.Work]:
+    def _post(self, start: Callable[..., dist.Work], data: Tensor, peer: int, tag: int) -> tuple[int, dist.Work]:
+        """Start one transfer: ``group.send`` or ``group.recv``."""
         try:
-            return peer, self.group.send([data], peer, tag)
+            return peer, start([data], peer, tag)
         except RuntimeError as error:  # a connection that is closed already
-            raise self._explained(peer, error) from error
-
-    def _recv(self, data: Tensor, peer: int, tag: int) -> tuple[int, dist.Work]:
-        try:
-            return peer, self.group.recv([data], peer, tag)
-        except RuntimeError as error:
             raise self._explained(peer, error) from error
 
     def _under_way(self, works: list[tuple[int, dist.Work]]) -> int:

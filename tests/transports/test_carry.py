@@ -82,7 +82,7 @@ def sums(rank: int, world: int, seeds: list[int]) -> list[str]:
         wire.begin(stamp("sum", {"problem": seed}), seed)
         wire.traffic.sent = wire.traffic.received = 0
         batched = plan.lag == 2 and seed % 2 == 1  # as on NCCL
-        for _ in carry.run(carry.schedule(plan, rank), mine or [shards[0][:0]], outs, reduce, wire, batched):
+        for _ in carry.run(carry.Schedule(plan, rank), mine or [shards[0][:0]], outs, reduce, wire, batched):
             pass
         for q, out in zip(hosted, outs):
             if not bits.equal(out, want[q]):
