@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["bench"]:
-            return _bench(arguments[1:])
+            from .bench.run import run
+
+            return run(arguments[1:])
         parser = build_parser()
         parsed = parser.parse_args(arguments)
         _check_sections(parsed[parsed.subcommand])
@@ -175,12 +177,6 @@ def _build(options: Namespace) -> int:
         print(f"shardsum: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _bench(arguments: list[str]) -> int:
-    from . import bench
-
-    return bench.main(arguments)
 
 
 _COMMANDS = {"doctor": _doctor, "train": _train, "compare": _compare, "plan": _plan, "build": _build}

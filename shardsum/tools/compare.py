@@ -7,7 +7,7 @@ Every process makes the shards of all R virtual ranks from the seed, so each com
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -72,6 +72,19 @@ def ragged_lengths(num_virtual_ranks: int, size: int) -> list[int]:
     return [size * part // last for part in order] if last else [size]
 
 
+def random_shards(
+    lengths: Sequence[int], features: int, seed: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Values over many orders of magnitude, so that another order of adding gives other bits."""
+    generator = torch.Generator().manual_seed(seed)
+    shards = []
+    for n in lengths:
+        shape = (n, features)
+        values = torch.randn(shape, generator=generator) * torch.exp(6 * torch.randn(shape, generator=generator))
+        shards.append(values.to(dtype).to(device))
+    return shards
+
+
 def compare_paths(config: CompareConfig) -> int:
     """Print the reduced row, every path's verdict and the hash; 0 when all are the same bits. Collective."""
     with launched(config.device, _TIMEOUT) as device:
@@ -86,7 +99,8 @@ class _Comparison:
         self.lengths = config.lengths or ragged_lengths(config.num_virtual_ranks, config.size)
         self.device = device
         self.group = self._group("auto")
-        self.inputs = [self._random_shards(dtype) for dtype in _DTYPES]
+        features, seed = config.features, config.seed
+        self.inputs = [random_shards(self.lengths, features, seed, dtype, device) for dtype in _DTYPES]
         self.expected = self._results(self._reference)
 
     def run(self) -> int:
@@ -136,16 +150,6 @@ class _Comparison:
         ops: tuple[Op, ...] = ("sum", "mean")
         calls = [(shards, op) for shards in self.inputs for op in ops]
         return [path(shards, op) for shards, op in calls if op == "sum" or shards[0].is_floating_point()]
-
-    def _random_shards(self, dtype: torch.dtype) -> list[Tensor]:
-        """Values over many orders of magnitude, so that another order of adding gives other bits."""
-        generator = torch.Generator().manual_seed(self.config.seed)
-        shards = []
-        for n in self.lengths:
-            shape = (n, self.config.features)
-            values = torch.randn(shape, generator=generator) * torch.exp(6 * torch.randn(shape, generator=generator))
-            shards.append(values.to(dtype).to(self.device))
-        return shards
 
     def _reference(self, shards: list[Tensor], op: Op) -> Tensor:
         starts = [0] * len(shards)

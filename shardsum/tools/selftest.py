@@ -21,8 +21,9 @@ import torch.distributed as dist
 from ..core import bits, reference
 from ..core.words import TransportName
 from ..training.shard_group import ShardGroup
+from .compare import ragged_lengths, random_shards
 
-_LENGTHS, _SIZE, _FEATURES = (6, 20, 0, 13), 20, 96
+_SIZE, _FEATURES = 20, 96
 _PATTERN = 4096  # bytes that a pair exchanges
 
 
@@ -144,26 +145,18 @@ def _share(store: dist.Store, key: str, value: Any, timeout: float) -> dict[int,
 
 def _transport(name: str, device: torch.device, timeout: float) -> Trial:
     """One ragged sum of fp32 and one of bf16, on every process, against the definition."""
+    lengths = ragged_lengths(max(4, dist.get_world_size() if dist.is_initialized() else 1), _SIZE)
     try:
-        group = ShardGroup(len(_owners()), transport=cast(TransportName, name), device=device, timeout=timeout)
+        group = ShardGroup(len(lengths), transport=cast(TransportName, name), device=device, timeout=timeout)
     except (ValueError, RuntimeError) as error:
         return Trial(name, None if isinstance(error, ValueError) else False, str(error))
-    lengths = (_LENGTHS * len(_owners()))[: len(_owners())]
     wrong = None
     try:
         for dtype in (torch.float32, torch.bfloat16):
-            generator = torch.Generator().manual_seed(0)
-            scale = torch.exp(6 * torch.randn(len(lengths), 1, 1, generator=generator))
-            values = scale * torch.randn(len(lengths), _SIZE, _FEATURES, generator=generator)
-            shards = [values[r, :n].to(dtype).to(device) for r, n in enumerate(lengths)]
+            shards = random_shards(lengths, _FEATURES, 0, dtype, device)
             expected = reference.ragged_sum(shards, [0] * len(shards), _SIZE, out_dtype=dtype)
             found = group.all_reduce([shards[v] for v in group.virtual_ranks], lengths, size=_SIZE)
             wrong = wrong or bits.first_difference(found, expected)  # and go on: the others are in the next call
     except (ValueError, RuntimeError) as error:
         return Trial(name, False, str(error))
     return Trial(name, wrong is None, f"other bits, {wrong}" if wrong else "")
-
-
-def _owners() -> range:
-    """The virtual ranks of the self-test: four, or as many as there are processes."""
-    return range(max(4, dist.get_world_size() if dist.is_initialized() else 1))

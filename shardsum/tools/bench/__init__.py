@@ -9,18 +9,3 @@
 
 Exit code 1: a result of ours differs from the reference in a bit, or a baseline is off by more than its rounding.
 """
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run with the arguments after ``bench``; returns the exit code.
-
-    Raises:
-        ArgumentError, ValueError: an option is wrong.
-    """
-    from .run import run  # --help of other commands does not wait for this
-
-    return run(argv)

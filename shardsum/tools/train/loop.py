@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -20,7 +21,7 @@ from .config import RunConfig, TrainConfig, to_yaml
 from .data import Batch
 from .environment import make_deterministic
 from .interrupt import anywhere, interruptible
-from .metrics import METRICS, Reporter, Stopwatch
+from .metrics import METRICS, Reporter
 from .model import ByteTransformer
 from .plots import draw_run
 from .start import choose_folder, open_folder, starting_point
@@ -88,7 +89,7 @@ class Run:
 
     def finish(self) -> RunResult:
         """Step to the end or to an interrupt, save, draw, hash."""
-        first, watch, interrupted = len(self.losses), Stopwatch(), False
+        first, begin, interrupted = len(self.losses), time.perf_counter(), False
         try:
             on_all(self.group, self._write_config)
             self._introduce()
@@ -103,7 +104,7 @@ class Run:
                             self._save()
                 if self._saved != len(self.losses):
                     self._save()
-                return self._conclude(len(self.losses) - first, watch(), interrupted)
+                return self._conclude(len(self.losses) - first, time.perf_counter() - begin, interrupted)
         finally:
             self.folder.release()
 
@@ -123,7 +124,7 @@ class Run:
         return self.corpus.packed(micro_step, ranks, self.settings.sequence_length)
 
     def _train_step(self) -> None:
-        watch, number, parts = Stopwatch(), len(self.losses), self.settings.accumulation
+        begin, number, parts = time.perf_counter(), len(self.losses), self.settings.accumulation
         for parameter_group in self.optimizer.param_groups:
             parameter_group["lr"] = learning_rate(self.settings, number)
         self.optimizer.zero_grad()
@@ -136,7 +137,7 @@ class Run:
         self.losses.append(result.loss.item())
         if self.trace is not None and self.group.rank == 0:
             self.reporter.write(HASHES, self.trace.line(number + 1, result.loss, self.loss_per_position))
-        seconds = watch()
+        seconds = time.perf_counter() - begin
         self.reporter.step(
             {
                 "step": number + 1,

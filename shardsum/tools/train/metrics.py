@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,15 +59,3 @@ class Reporter:
             self.folder.append(name, json.dumps(values) + "\n")
         except OSError as error:
             self.error = error
-
-
-class Stopwatch:
-    """Seconds since the last call."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def __call__(self) -> float:
-        now = time.perf_counter()
-        elapsed, self._last = now - self._last, now
-        return elapsed
