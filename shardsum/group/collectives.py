@@ -143,11 +143,9 @@ def check_options(name: str, options: Mapping[str, Any]) -> Options:
 
 
 def describe(name: str, setting: Setting, lengths: Lengths, options: Options) -> Terms:
-    """The exchange that a collective is. ``lengths`` are ignored by "exchange".
+    """The exchange that a collective of :data:`COLLECTIVES` is. ``lengths`` are ignored by "exchange".
 
     Raises:
         ValueError: an argument is malformed; the message names it.
     """
-    if name not in COLLECTIVES:
-        raise ValueError(f"collective: expected one of {', '.join(COLLECTIVES)}, got {name!r}")
     return COLLECTIVES[name](setting, lengths, options)

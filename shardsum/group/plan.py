@@ -8,6 +8,7 @@ is new, and call it: there is no other road.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
@@ -27,7 +28,7 @@ from .launching import launch
 from .padded import PaddedExchange, PreparedPadded
 from .ranges import name_of, range_of
 from .tensors import Tensors
-from .terms import Reduce, Terms
+from .terms import Terms
 
 if TYPE_CHECKING:
     from .planner import Planner
@@ -188,9 +189,8 @@ class Plan(Generic[R]):
 
     def again(self, dtype: torch.dtype) -> Plan:
         """The same collective with results of ``dtype``, for second derivatives."""
-        reduce = Reduce(self.terms.reduce.op, self.terms.reduce.scale, dtype)
-        changed = {**vars(self.terms), "name": f"second derivative of {self.terms.name}", "reduce": reduce}
-        return self.of(Terms(**changed))
+        name, reduce = f"second derivative of {self.terms.name}", replace(self.terms.reduce, dtype=dtype)
+        return self.of(replace(self.terms, name=name, reduce=reduce))
 
     def of(self, terms: Terms) -> Plan:
         """The plan of other terms in the same group. Not collective: the agreement on this plan covers it."""

@@ -43,9 +43,6 @@ class TileMap:
     def pieces(self, chunk: int) -> int:
         return -(-self.tiles(chunk) // (self.blocks * self.tiles_per_piece))
 
-    def block_and_piece(self, tile: int) -> tuple[int, int]:
-        return tile % self.blocks, tile // self.blocks // self.tiles_per_piece
-
 
 @dataclass(frozen=True)
 class Message:
