@@ -26,9 +26,9 @@ from tests.processes import run_processes
 from tests.tools.runs import copy_text, tiny
 
 LONG = bool(os.environ.get("SHARDSUM_LONG_TESTS"))
-CALLS, STEPS, GROUPS = (20_000, 1_000, 300) if LONG else (120, 60, 20)
-#: What caches and the allocator may still take after the first calls. A leak of 200 bytes a call is found by the long
-#: test, one Python object in four calls by both. (A short one's pages come and go with what else the machine does.)
+CALLS, STEPS, GROUPS = (20_000, 1_000, 300) if LONG else (60, 40, 20)
+#: What caches and the allocator may still take after the first calls. The long test finds a leak of 200 bytes a call,
+#: the short one a Python object in two calls. (Its pages come and go with what else the machine does.)
 MEMORY, OBJECTS = (4 << 20) if LONG else (16 << 20), 30
 
 

@@ -11,11 +11,11 @@ from tests.fuzz import local, numbers
 
 
 def test_local_sums() -> None:
-    assert fuzz.main(["--seed", "0", "--local", "2500", "--processes", "0"]) == 0
+    assert fuzz.main(["--seed", "0", "--local", "1500", "--processes", "0"]) == 0
 
 
 def test_collectives() -> None:
-    assert fuzz.main(["--seed", "0", "--local", "0", "--processes", "450"]) == 0
+    assert fuzz.main(["--seed", "0", "--local", "0", "--processes", "300"]) == 0
 
 
 def test_a_wrong_sum_is_found_and_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ def metrics(folder: Path) -> int:
 @pytest.mark.slow
 def test_random_kills_end_in_the_same_hash(text: str, tmp_path: Path) -> None:
     """One kill; three with SHARDSUM_LONG_TESTS, which take two minutes."""
-    steps, kills = 60, 3 if os.environ.get("SHARDSUM_LONG_TESTS") else 1
+    steps, kills = (60, 3) if os.environ.get("SHARDSUM_LONG_TESTS") else (24, 1)
     options = [*SMALL, "--train.steps", str(steps), "--data", text]
     alone = [sys.executable, "-m", "shardsum", "train", *options, "--folder", str(tmp_path / "alone")]
     whole = subprocess.run(alone, env=environment(), capture_output=True, text=True, timeout=120)
