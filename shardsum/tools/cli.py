@@ -13,7 +13,7 @@ import signal
 import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parser.parse_args(arguments)
         _check_sections(parsed[parsed.subcommand])
         options = parser.instantiate(parsed)
-        return _COMMANDS[options.subcommand](options[options.subcommand])
+        values = vars(options[options.subcommand])
+        values.pop("config", None)
+        return _COMMANDS[options.subcommand](values)
     except (ArgumentError, ValueError, OSError) as error:
         rank = os.environ.get("RANK")
         where = f"process {rank}: " if rank is not None else ""
@@ -139,35 +141,33 @@ def _check_sections(options: Namespace) -> None:
 # Each command imports what it needs when it runs: --help and a wrong option should not wait for the rest.
 
 
-def _doctor(options: Namespace) -> int:
+def _doctor(values: dict[str, Any]) -> int:
     from .doctor import run
 
-    return run(device=options.device, as_json=options.json, timeout=options.timeout)
+    return run(values["device"], values["json"], values["timeout"])
 
 
-def _train(options: Namespace) -> int:
+def _train(values: dict[str, Any]) -> int:
     from .train import run
 
-    values = {name: value for name, value in options.items() if name != "config"}
     return 130 if run(RunConfig(**values)).interrupted else 0
 
 
-def _plan(options: Namespace) -> int:
+def _plan(values: dict[str, Any]) -> int:
     from .plan import run
 
-    return run(PlanConfig(**{name: value for name, value in options.items() if name != "config"}))
+    return run(PlanConfig(**values))
 
 
-def _compare(options: Namespace) -> int:
+def _compare(values: dict[str, Any]) -> int:
     from .compare import compare_paths
     from .compare_runs import compare_runs
 
-    if options.runs:
-        return compare_runs(*options.runs)
-    return compare_paths(CompareConfig(**{k: v for k, v in options.items() if k not in ("config", "runs")}))
+    runs = values.pop("runs")
+    return compare_runs(*runs) if runs else compare_paths(CompareConfig(**values))
 
 
-def _build(options: Namespace) -> int:
+def _build(values: dict[str, Any]) -> int:
     from ..native import loader as native
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that compilers and their folder go, too

@@ -36,6 +36,7 @@ from ..group.terms import Reduce
 from ..transports import costs as cost_tables
 from ..transports.domains import Domains
 from .bench.collective_cases import packed_documents
+from .pictures import new_figure
 
 TRANSPORTS = ("gather", "all_to_all", "carry")
 COLLECTIVES = ("all_reduce", "reduce_scatter", "gather")
@@ -211,14 +212,10 @@ def run(config: PlanConfig, console: Console | None = None) -> int:
 
 def draw(predictions: list[Prediction], path: Path) -> None:
     """Predicted time over hosts, one panel a collective, one line a transport."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     names = list(dict.fromkeys(p.collective for p in predictions))
-    figure, axes = plt.subplots(1, len(names), figsize=(4.5 * len(names), 3.6), squeeze=False)
-    for axis, name in zip(axes[0], names):
+    hosts = sorted({p.hosts for p in predictions})
+    figure = new_figure(4.5 * len(names), 3.6)
+    for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
         for transport in TRANSPORTS:
             points = [
                 (p.hosts, p.microseconds[transport] / 1e3)
@@ -228,12 +225,8 @@ def draw(predictions: list[Prediction], path: Path) -> None:
             if points:
                 axis.plot(*zip(*points), marker="o", label=transport)
         axis.set(xscale="log", yscale="log", xlabel="hosts", ylabel="predicted ms", title=name)
-        axis.set_xticks(
-            sorted({p.hosts for p in predictions}), [str(h) for h in sorted({p.hosts for p in predictions})]
-        )
+        axis.set_xticks(hosts, list(map(str, hosts)))
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend()
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)

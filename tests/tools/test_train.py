@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from shardsum import ShardGroup
 from shardsum.core.layout import owners_of
 from shardsum.tools import cli
-from shardsum.tools.colours import distinct_colours
+from shardsum.tools.pictures import distinct_colours
 from shardsum.tools.train import ModelConfig, RunConfig, RunResult, loop, plots, run
 from shardsum.tools.train.checkpoint import NAME, PREVIOUS
 from shardsum.tools.train.data import START, Corpus

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..colours import distinct_colours
+from ..pictures import distinct_colours, new_figure
 from .rows import Row
 
 if TYPE_CHECKING:
@@ -50,11 +50,7 @@ def _panels(rows: list[Row]) -> dict[str, list[Row]]:
 def _picture(
     path: Path, panels: dict[str, list[Row]], draw: Callable[[Axes, list[Row]], bool], x: str, y: str, title: str
 ) -> bool:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: no display, no global state
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.5 * max(1, len(panels)), 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.5 * max(1, len(panels)), 6)
     drawn = False
     for axes, (name, rows) in zip(figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels.items()):
         axes.set(title=name, xlabel=x, ylabel=y)

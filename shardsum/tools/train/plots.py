@@ -9,7 +9,7 @@ import numpy as np
 
 from ...core.layout import intervals_of
 from ...training.documents import plan_chunks
-from ..colours import distinct_colours
+from ..pictures import distinct_colours, new_figure
 from .data import Batch
 
 if TYPE_CHECKING:
@@ -28,11 +28,7 @@ def draw_run(
     owners: tuple[int, ...],
 ) -> bytes:
     """One PNG. losses ``(steps,)``; loss_per_position ``(document_length, 2)``: sum and count of each offset."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: no display, no global state
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(15, 4.8)
     left, middle, right = figure.subplots(1, 3)
     _draw_losses(left, losses)
     _draw_positions(middle, loss_per_position)
