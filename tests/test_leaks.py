@@ -26,9 +26,9 @@ from tests.processes import run_processes
 from tests.tools.runs import copy_text, tiny
 
 LONG = bool(os.environ.get("SHARDSUM_LONG_TESTS"))
-CALLS, STEPS, GROUPS = (20_000, 1_000, 300) if LONG else (60, 40, 20)
+CALLS, STEPS, GROUPS = (20_000, 1_000, 300) if LONG else (40, 40, 20)
 #: What caches and the allocator may still take after the first calls. The long test finds a leak of 200 bytes a call,
-#: the short one a Python object in two calls. (Its pages come and go with what else the machine does.)
+#: the short one a Python object a call. (Its pages come and go with what else the machine does.)
 MEMORY, OBJECTS = (4 << 20) if LONG else (16 << 20), 30
 
 
@@ -45,8 +45,8 @@ def usage() -> dict[str, int]:
 
 
 def growth(do: Callable[[], object], times: int) -> dict[str, int]:
-    """What ``times`` more calls take, after the first 30 (at most 1,000) have filled what is kept."""
-    for _ in range(min(1000, times) if LONG else 30):
+    """What ``times`` more calls take, after as many (at most 30, in a long test 1,000) have filled what is kept."""
+    for _ in range(min(1000 if LONG else 30, times)):
         do()
     before = usage()
     for _ in range(times):

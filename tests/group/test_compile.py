@@ -128,11 +128,8 @@ def test_intervals_and_default_sizes_compile_for_all_values() -> None:
     group = ShardGroup(4)
     x = [torch.randn(16, 2) for _ in range(4)]
     for fn, cases, most in (
-        (
-            intervals_step,
-            [in_and_out(k) for k in range(20)],
-            3,
-        ),  # what the first two calls have in common is a constant
+        # Three graphs: what the first two calls have in common is a constant.
+        (intervals_step, [in_and_out(k) for k in range(20)], 3),
         (default_sizes_step, [([8 + k * (r + 3) % 8 for r in range(4)],) for k in range(20)], 2),
     ):
         torch._dynamo.reset()

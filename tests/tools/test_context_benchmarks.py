@@ -20,6 +20,7 @@ from context_cases import Case, packed_borders, share_of_padded
 from context_meter import Meter
 
 SIZE = 256
+LAYER = ["--heads", "2", "--key-heads", "1", "--head-dim", "8", "--samples", "1"]
 
 
 def test_bytes_of_the_adjoint_over_those_of_a_padded_reduce_scatter() -> None:
@@ -50,8 +51,7 @@ def test_every_way_is_verified_and_measured(mean: int, placement: str) -> None:
 
 
 def test_a_layer_in_every_way(tmp_path: Path) -> None:
-    words = ["--size", "64", "--heads", "2", "--key-heads", "1", "--head-dim", "8", "--parts", "1", "8"]
-    words += ["--processes", "2", "--samples", "1", "--json", str(tmp_path / "rows.json")]
+    words = [*LAYER, "--size", "64", "--parts", "1", "8", "--processes", "2", "--json", str(tmp_path / "rows.json")]
     rows = context_parallel.run(context_parallel.arguments(words), torch.device("cpu"))
     assert len(rows) == 16 and {row.way for row in rows} == {"shardsum", "one call", "user", "SDPA a document"}
     assert all(min(row.step.median, row.host, row.peak) > 0 for row in rows)
@@ -59,20 +59,7 @@ def test_a_layer_in_every_way(tmp_path: Path) -> None:
 
 
 def test_balance_of_every_arrangement() -> None:
-    words = [
-        "--processes",
-        "2",
-        "--mean",
-        "20",
-        "--heads",
-        "2",
-        "--key-heads",
-        "1",
-        "--head-dim",
-        "8",
-        "--samples",
-        "1",
-    ]
+    words = [*LAYER, "--processes", "2", "--mean", "20"]
     rows = context_balance.run(context_balance.arguments(words))
     assert [row.chunks for row in rows[:2]] == ["equal, contiguous", "equal, zigzag"] and len(rows) == 4
     assert rows[2].predicted < rows[0].predicted and min(row.slowest for row in rows) > 0
@@ -81,21 +68,7 @@ def test_balance_of_every_arrangement() -> None:
 def _overlap(rank: int, world_size: int) -> None:
     import context_overlap
 
-    words = [
-        "--size",
-        "64",
-        "--means",
-        "8",
-        "64",
-        "--heads",
-        "2",
-        "--key-heads",
-        "1",
-        "--head-dim",
-        "8",
-        "--samples",
-        "1",
-    ]
+    words = [*LAYER, "--size", "64", "--means", "8", "64"]
     context_overlap.run(context_overlap.arguments(words), torch.device("cpu"))
 
 

@@ -62,7 +62,7 @@ def test_work_and_explanation() -> None:
     batch = group.context_parallel([8, 8], [0, 4, 16])
     assert [plan.pairs(CAUSAL) for plan in batch.plan.plans] == [20, 68] and batch.work == (88,)
     assert "process 0: 16 rows, 20 keys, 88 query-key pairs, 1.00 of the mean" in batch.explain()
-    assert "work=(88,)" in repr(batch)
+    assert "work=[88]" in repr(batch)
     assert group.balanced_lengths([0, 4, 16], position_cost=0) == [12, 4]
 
 
