@@ -90,10 +90,7 @@ def _make(
             raise planner.refuse(name, error) from error
     grads = not terms.local_adjoint and needs_grad(hosted)
     with planner.calling(name):
-        planner.agree(terms, grads)
-    plan = planner.keep(terms)
-    plan.mark_agreed(grads)
-    return plan
+        return planner.agreed(terms, grads)
 
 
 def _describe(
@@ -144,7 +141,7 @@ def _count(planner: Planner, name: str, shards: Shards, options: Options, out: A
             if theirs[-1] not in (-1, end):
                 where = "" if planner.world_size == 1 else f"{name}: process {process}: "
                 raise common_error(f"{where}out: {theirs[-1]} rows, but the result has {end}")
-        plan = planner.find(terms) or planner.keep(terms)
+        plan = planner.derived(terms)
         plan.mark_agreed(grads)
         return plan
 

@@ -213,12 +213,7 @@ class Planner:
                 terms = self._terms(name, lengths, options, row_shape, dtype, s_max)
             except Exception as error:
                 raise self.refuse(name, error) from error
-            found = self._plans.get(terms)
-            if found is None:
-                self.agree(terms, False)
-                found = self.keep(terms)
-                found.mark_agreed(False)
-            return found
+            return self.find(terms) or self.agreed(terms, False)
 
     def preview(self, name: str, lengths: Any, options: Mapping[str, Any], row_shape: Any, dtype: Any) -> Plan:
         """The plan of a call that is not made. Not collective."""
@@ -239,8 +234,15 @@ class Planner:
         """The plan of such terms, where there is one."""
         return self._plans.get(terms)
 
+    def agreed(self, terms: Terms, collective_gradient: bool) -> Plan:
+        """The plan of new terms, once the processes have compared a call with it."""
+        self.agree(terms, collective_gradient)
+        plan = self.keep(terms)
+        plan.mark_agreed(collective_gradient)
+        return plan
+
     def derived(self, terms: Terms) -> Plan:
-        """The plan of an adjoint. Not collective."""
+        """The plan of terms that need no comparison, such as an adjoint's. Not collective."""
         return self.find(terms) or self.keep(terms)
 
     def check_values(self, terms: Terms) -> None:
@@ -274,11 +276,9 @@ class Planner:
     @torch.no_grad()
     def run_registered(self, terms: Terms, shards: list[Tensor], lengths: Tensor | None = None) -> list[Tensor]:
         """What the registered operators do when they run: the plan's results, one a hosted sink."""
-        plan = self._plans.get(terms)
-        if plan is None and terms.grad == "adjoint":
-            plan = self.keep(terms)
-        elif plan is None:
-            plan = self._from_registered(terms, shards)
+        if terms.grad == "adjoint":
+            return self.derived(terms).execute(shards, lengths)
+        plan = self.find(terms) or self._from_registered(terms, shards)
         return plan.execute(shards, lengths)
 
     def _from_registered(self, terms: Terms, shards: list[Tensor]) -> Plan:
@@ -290,7 +290,4 @@ class Planner:
                     check_rows(terms, self.virtual_ranks, shards, held)
             except Exception as error:
                 raise self.refuse(terms.name, error) from error
-            self.agree(terms, False)
-            plan = self.keep(terms)
-            plan.mark_agreed(False)
-            return plan
+            return self.agreed(terms, False)
