@@ -1,10 +1,10 @@
 """Exit waits for the threads of a process group to let go of the tensors they have moved.
 
-A thread of gloo's drops a transfer's tensors a moment after the transfer is done. Where it holds the last reference to
-a tensor that Python knows, it needs the interpreter's lock for that; while Python is ending it does not get it but is
-ended inside C++ code that must not be unwound, and the process aborts although its work is done. So the tensors of
-transfers are noted here, and the interpreter does not begin to end before they are gone (a tensor that C++ still holds
-keeps its Python object, and so weak references to it, alive).
+A thread of gloo drops a transfer's tensors a moment after the transfer is done. Where it holds the last reference to a
+tensor that Python knows, it needs the GIL for that. At exit it does not get the GIL but is ended inside C++ code that
+must not be unwound, and the process aborts although its work is done. So the tensors of transfers are noted here, and
+exit waits until they are gone. (A tensor that C++ still holds keeps its Python object, and so weak references to it,
+alive.)
 """
 
 from __future__ import annotations

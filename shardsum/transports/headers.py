@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 BYTES = 16
 _HISTORY = 256  # exchanges whose headers this process can name
-_TURNS = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)  # odd numbers of mixed bits
+TURN, TURN_OF_CALLS = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03  # odd numbers of mixed bits
 _WORD = (1 << 64) - 1
 
 
@@ -78,8 +78,8 @@ class Headers:
 
     def begin(self, step: Step) -> None:
         """Begin an exchange."""
-        mixed = (self._group + step.stamp.hash + step.number * _TURNS[0] + step.call * _TURNS[1]) & _WORD
-        mixed = (mixed ^ mixed >> 32) * _TURNS[0] & _WORD
+        mixed = (self._group + step.stamp.hash + step.number * TURN + step.call * TURN_OF_CALLS) & _WORD
+        mixed = (mixed ^ mixed >> 32) * TURN & _WORD
         self._value = (mixed ^ mixed >> 29) >> 2
         self._header, self._arrived, self._checked = None, [], False
         self.history[self._value] = str(step)

@@ -4,9 +4,9 @@ A store's client waits for the answer of the process that hosts the store, howev
 stopped (SIGSTOP) would hold up everybody. So operations run in a thread of their own, and whoever asked waits for it
 with a limit.
 
-Python ends a thread of its own, where the interpreter ends, when that thread next asks for the interpreter's lock. In
-the middle of a store's C++ code that aborts the process ("terminate called without an active exception"), although its
-work is done. So the interpreter does not begin to end before the current operation has, and no other begins then.
+At exit Python ends a daemon thread when it next asks for the GIL. Inside the store's C++ code that aborts the process
+("terminate called without an active exception"), although its work is done. So exit waits for the current operation,
+and no other one begins.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Worker:
             del task, fn, args, answer
 
 
-LONGEST_EXIT_S = 2.0  # that the end of the interpreter waits for an operation, which may never end
+LONGEST_EXIT_S = 2.0  # that exit waits for an operation, which may never end
 _worker: _Worker | None = None
 _lock = threading.Lock()
 _ending = False

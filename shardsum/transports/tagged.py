@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import watch
+from .headers import TURN, TURN_OF_CALLS
 from .store import StoreGone
 from .wire import Stamp, Step, Wire, as_bytes, open_calls
 
 _TAGS = (1 << 31) - 1  # the largest tag of gloo's
-_TURN, _TURN_OF_CALLS = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03  # odd numbers of mixed bits
 #: Tags of :meth:`TaggedWire.send` lie this many transfers behind those of the collectives of the same exchange.
 _CHUNKS = 1 << 20
 _MOST_UNDER_WAY = 256  # transfers of handles that nobody has waited for
@@ -73,7 +73,7 @@ class TaggedWire(Wire):
         number = self.step[0] + 1
         self.step = step = tuple.__new__(Step, (number, stamp, call))  # as Step(...), in a third of the time
         self._steps.append(step)
-        self._tags, self._transfers = (stamp[0] + number * _TURN + call * _TURN_OF_CALLS) >> 20 & _TAGS, 0
+        self._tags, self._transfers = (stamp[0] + number * TURN + call * TURN_OF_CALLS) >> 20 & _TAGS, 0
 
     def _next_tag(self) -> int:
         self._transfers += 1
