@@ -5,13 +5,11 @@ Runs are in processes of their own, since cuBLAS reads CUBLAS_WORKSPACE_CONFIG o
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.processes import run_processes
+from tests.scripts import load_script
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,14 +18,12 @@ pytestmark = [
 for package in ("greenlet", "transformers", "peft"):
     pytest.importorskip(package, reason="needs the extra models")
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
 OPTIONS = ["--autocast", "--model qwen2 --lora --autocast"]
 Run = tuple[list[float], str]
 
 
 def _train(rank: int, world_size: int, options: list[str]) -> list[Run]:
-    import train_llama
-
+    train_llama = load_script("launch/train_llama.py")
     return [train_llama.train(train_llama.parse(o.split()), "cuda") for o in options]
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch._dynamo  # DDP and AdamW import it; here once, not in every forked child
 
 from tests.processes import run_processes
+from tests.scripts import load_script
 
 for package in ("greenlet", "transformers", "peft"):
     pytest.importorskip(package, reason="needs the extra models")
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-import train_llama  # noqa: E402
+train_llama = load_script("launch/train_llama.py")
 
 OPTIONS = {"llama": "--checkpointing --autocast", "lora": "--model qwen2 --lora --checkpointing"}
 

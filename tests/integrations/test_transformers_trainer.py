@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch._dynamo  # here once, not in every forked child
 
 from shardsum import ShardGroup
 from tests.processes import run_processes
+from tests.scripts import load_script
 
 for package in ("greenlet", "transformers", "accelerate"):
     pytest.importorskip(package, reason="needs the extra models")
@@ -74,10 +74,7 @@ def test_trains_as_one_process_does(tmp_path: Path) -> None:
 
 def _example(rank: int, world_size: int, folder: str) -> tuple[list[float], str]:
     _as_torchrun_does(rank, world_size)
-    sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-    import train_trainer
-
-    return train_trainer.train(folder, 2)
+    return load_script("launch/train_trainer.py").train(folder, 2)
 
 
 def test_the_example_runs(tmp_path: Path) -> None:

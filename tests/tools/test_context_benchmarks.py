@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.processes import run_processes
+from tests.scripts import load_script
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import context_balance
@@ -77,8 +78,7 @@ def test_overlapped_attention_has_the_bits_of_attention_in_turn() -> None:
 
 
 def _train_step(rank: int, world_size: int) -> list[Any]:
-    import train_step
-
+    train_step = load_script("benchmarks/train_step.py")
     return train_step.run(train_step.arguments(["--small", "--samples", "1"]), torch.device("cpu"))
 
 

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo  # DDP and AdamW import it; here once, not in every forked child
 
 from tests.processes import run_processes
+from tests.scripts import ROOT, load_script
 
-SCRIPT = Path(__file__).parents[2] / "launch" / "train_step.py"
+SCRIPT = "launch/train_step.py"
 
 
 def _train(rank: int, world_size: int, sequence_ranks: int, steps: int) -> list[float]:
-    # By its path: another script of that name may be imported already.
-    spec = importlib.util.spec_from_file_location("launch_train_step", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script.train(sequence_ranks, steps)
+    return load_script(SCRIPT).train(sequence_ranks, steps)
 
 
 def test_stays_short() -> None:
-    assert len(SCRIPT.read_text().splitlines()) <= 80
+    assert len((ROOT / SCRIPT).read_text().splitlines()) <= 80
 
 
 def test_cutting_the_sequence_changes_rounding_only() -> None:
@@ -47,8 +41,8 @@ def test_cutting_the_sequence_changes_rounding_only() -> None:
 
 @pytest.mark.slow
 def test_runs_under_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(SCRIPT), "2", "20"]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(ROOT / SCRIPT), "2", "20"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     first, last = map(float, re.findall(r"loss ([\d.]+) at step 1, ([\d.]+) at step 20", done.stdout)[0])
