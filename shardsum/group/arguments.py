@@ -150,20 +150,24 @@ def check_device_lengths(lengths: Tensor, shards: Sequence[Tensor]) -> Tensor:
     return checked
 
 
-def check_lengths(lengths: Sequence[int], shards: Sequence[Tensor], hosted: Sequence[int], size: int | None) -> None:
-    """Host lengths of all virtual ranks against the hosted shards and the size."""
-    for r, n in enumerate(lengths):
-        if n < 0:
-            raise ValueError(f"lengths: virtual rank {r} has {n}, a length is at least 0")
-        if size is not None and n > size:
-            raise ValueError(f"lengths: virtual rank {r} has {n}, beyond size {size}")
-    for r, shard in zip(hosted, shards):
-        if lengths[r] > shard.shape[0]:
-            raise ValueError(f"lengths: virtual rank {r} has {lengths[r]}, but its shard holds {shard.shape[0]} rows")
+def check_bounds(terms: Terms) -> None:
+    """Raise ValueError for lengths and intervals that do not fit the size: their values, of all virtual ranks."""
+    if terms.name == "exchange":
+        for name, intervals in (("in_intervals", terms.sources), ("out_intervals", terms.sinks)):
+            for r, (begin, end) in enumerate(intervals):
+                if not 0 <= begin <= end <= terms.size:
+                    fits = f"0 <= begin <= end <= size {terms.size}"
+                    raise ValueError(f"{name}: virtual rank {r} has ({begin}, {end}), expected {fits}")
+    elif not terms.device_lengths:
+        for r, n in enumerate(end - begin for begin, end in terms.sources):
+            if n < 0:
+                raise ValueError(f"lengths: virtual rank {r} has {n}, a length is at least 0")
+            if n > terms.size and terms.name != "all_gather":
+                raise ValueError(f"lengths: virtual rank {r} has {n}, beyond size {terms.size}")
 
 
-def check_intervals(name: str, intervals: Any, count: int, size: int) -> tuple[Interval, ...]:
-    """R half-open intervals inside ``[0, size)`` as plain ints."""
+def check_intervals(name: str, intervals: Any, count: int) -> tuple[Interval, ...]:
+    """R intervals as plain ints; :func:`check_bounds` checks their values, which may be symbols here."""
     if isinstance(intervals, Tensor):
         intervals = intervals.tolist()
     try:
@@ -172,15 +176,8 @@ def check_intervals(name: str, intervals: Any, count: int, size: int) -> tuple[I
         raise ValueError(f"{name}: expected {count} pairs (begin, end), got {intervals!r}") from None
     if len(pairs) != count:
         raise ValueError(f"{name}: {len(pairs)} intervals for {count} virtual ranks")
-    checked = []
-    for r, pair in enumerate(pairs):
-        begin, end = as_ints(f"{name} of virtual rank {r}", pair, 2)
-        if not torch.compiler.is_compiling() and not 0 <= begin <= end <= size:  # symbols; the operator sees values
-            raise ValueError(
-                f"{name}: virtual rank {r} has ({begin}, {end}), expected 0 <= begin <= end <= size {size}"
-            )
-        checked.append((begin, end))
-    return tuple(checked)
+    checked = (as_ints(f"{name} of virtual rank {r}", pair, 2) for r, pair in enumerate(pairs))
+    return tuple((begin, end) for begin, end in checked)
 
 
 def check_splits(splits: Sequence[int] | None, count: int, size: int) -> list[int]:
@@ -223,16 +220,6 @@ def check_out(out: Tensor, shards: Sequence[Tensor], dtype: torch.dtype, rows: i
         raise ValueError("out: not possible where gradients are needed; use the returned tensor")
     if any(overlap(out, s) for s in shards):
         raise ValueError("out: shares memory with the shards")
-
-
-def into(result: Tensor, out: Tensor | None) -> Tensor:
-    """``out`` with the result's values, or the result itself."""
-    if out is None:
-        return result
-    if out is not result:
-        return out.copy_(result)
-    torch._C._increment_version((out,))  # autograd must notice when it has saved the values that a kernel overwrote
-    return out
 
 
 def check_label(name: object) -> str | None:

@@ -90,8 +90,8 @@ def _all_gather(setting: Setting, lengths: Lengths, options: Options) -> Terms:
 def _exchange(setting: Setting, lengths: Lengths, options: Options) -> Terms:
     reduce = check_reduce(options.op, options.scale, setting.dtype, options.out_dtype)
     end, count = check_size(options.size), setting.num_virtual_ranks
-    sources = check_intervals("in_intervals", options.in_intervals, count, end)
-    sinks = check_intervals("out_intervals", options.out_intervals, count, end)
+    sources = check_intervals("in_intervals", options.in_intervals, count)
+    sinks = check_intervals("out_intervals", options.out_intervals, count)
     return _terms("exchange", setting, sources, sinks, "vv", reduce, "sum", end, options)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .arguments import Shards, into
+from .arguments import Shards
 from .autograd import Kept, exchange
 from .padded import exchange_padded
 from .terms import Terms
@@ -35,7 +35,10 @@ def deliver(results: list[Tensor], terms: Terms, out: Any, single: bool) -> Any:
     """What a collective returns, from one result a hosted sink."""
     if out is not None:
         for tensor, result in zip([out] if isinstance(out, Tensor) else out, results):
-            into(result, tensor)
+            if tensor is not result:
+                tensor.copy_(result)
+            else:  # autograd must notice when it has saved the values that a kernel overwrote
+                torch._C._increment_version((tensor,))
         return out
     return results[0] if terms.replicated or single else results
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core.checks import is_count
 from . import autograd
 from .agreement import Agreement, is_common
-from .arguments import check_lengths, check_planned_lengths, check_row_shape, check_rows
+from .arguments import check_bounds, check_planned_lengths, check_row_shape, check_rows
 from .calling import Calling
 from .collectives import Setting, check_options, describe
 from .executor import Executor
@@ -247,18 +247,9 @@ class Planner:
 
     def check_values(self, terms: Terms) -> None:
         """What is common to all processes and could not be checked while it was a symbol."""
-        if terms.device_lengths:
-            if self.world_size > 1 and self.executor.router.transport == "all_to_all":
-                raise ValueError('lengths: transport "all_to_all" cannot take device lengths; use "gather" or ints')
-        elif terms.name in ("all_reduce", "reduce_scatter"):
-            check_lengths([end - begin for begin, end in terms.sources], (), (), terms.size)
-        for name, intervals in (("in_intervals", terms.sources), ("out_intervals", terms.sinks)):
-            for r, (begin, end) in enumerate(intervals):
-                if terms.name == "exchange" and not 0 <= begin <= end <= terms.size:
-                    fits = f"0 <= begin <= end <= size {terms.size}"
-                    raise ValueError(f"{name}: virtual rank {r} has ({begin}, {end}), expected {fits}")
-                if terms.name == "all_gather" and end < begin:
-                    raise ValueError(f"lengths: virtual rank {r} has {end - begin}, a length is at least 0")
+        if terms.device_lengths and self.world_size > 1 and self.executor.router.transport == "all_to_all":
+            raise ValueError('lengths: transport "all_to_all" cannot take device lengths; use "gather" or ints')
+        check_bounds(terms)
 
     def remember(self, key: Hashable, plan: Plan) -> None:
         """Note the arguments that lead to a plan."""
