@@ -29,7 +29,7 @@ from shardsum import masked_sum, ragged_sum
 from shardsum.core import bits, reference
 from shardsum.native import loader as native
 from shardsum.tools.bench.rows import environment
-from shardsum.tools.bench.timing import Timing, take_turns
+from shardsum.tools.bench.timing import Timing, sampler, turns
 
 BASELINES = ("eager", "loop", "compile")
 
@@ -155,7 +155,7 @@ def measure(case: Case, samples: int) -> dict[str, Any]:
     torch._dynamo.reset()
     job = job_of(case)
     verify(case, job)
-    timings = take_turns(job.variants, samples=samples)
+    timings = turns({name: sampler(call) for name, call in job.variants.items()}, samples)
     best = min((name for name in BASELINES if name in timings), key=lambda name: timings[name].median)
     ours = timings["ours"].median
     return {

@@ -35,7 +35,7 @@ from shardsum.local import kernels
 from shardsum.native import loader as native
 from shardsum.native import recipe as building
 from shardsum.tools.bench.rows import environment
-from shardsum.tools.bench.timing import take_turns
+from shardsum.tools.bench.timing import sampler, turns
 
 SIZE, LENGTHS = 20, [8, 12, 10, 18]
 VARIANTS = ("empty", "mask tensor", "constant memory", "compiled bits", "arguments")
@@ -91,7 +91,7 @@ def main() -> None:
             want = reference.ragged_sum([x[r, :n] for r, n in enumerate(LENGTHS)], [0] * 4, SIZE, out_dtype=x.dtype)
             assert name == "empty" or torch.equal(out, want), f"{name} is wrong"
     bound = {name: [lambda c=call, x=x, o=o: c(x, o) for x, o in zip(xs, outs)] for name, call in calls.items()}
-    timings = take_turns(bound, device="cuda")
+    timings = turns({name: sampler(calls, device="cuda") for name, calls in bound.items()}, 25)
     for name, timing in timings.items():
         print(f"{name:16} {timing}")
     if arguments.json is not None:

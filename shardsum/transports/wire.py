@@ -50,18 +50,17 @@ class Step(NamedTuple):
         return f"{self.stamp.text} (call {self.call})"
 
 
-def stamp(name: str, signature: Mapping[str, Any], text: str | None = None) -> Stamp:
+def stamp(name: str, signature: Mapping[str, Any]) -> Stamp:
     """The stamp of an exchange.
 
     Args:
         name: the collective, as in ``"backward of all_gather"``.
         signature: all that determines the sizes of its transfers and what is done with them: JSON values, or such as
-            print alike on all processes.
-        text: what errors say of the signature. Default: its fields.
+            print alike on all processes. Errors show its fields.
     """
     said = json.dumps([name, signature], sort_keys=True, default=str)
     number = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little") >> 1
-    fields = ", ".join(f"{key}={value}" for key, value in signature.items()) if text is None else text
+    fields = ", ".join(f"{key}={value}" for key, value in signature.items())
     return Stamp(number, f"{name}({fields if len(fields) <= 200 else fields[:197] + '...'})")
 
 

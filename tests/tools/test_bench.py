@@ -281,7 +281,7 @@ def test_calls_on_several_buffers_go_round_and_short_ones_are_repeated() -> None
 
     sample = timing.sampler([lambda: call("a"), lambda: call("b")], least_seconds=1e-3)
     before = calls["a"]
-    assert 0 < sample() < 1e-4 and sample.output in "ab"
+    assert sample() > 0 and sample.output in "ab"
     assert abs(calls["a"] - calls["b"]) <= 1 and calls["a"] - before > 10
 
 

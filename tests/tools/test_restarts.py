@@ -48,10 +48,7 @@ def test_random_kills_end_in_the_same_hash(text: str, tmp_path: Path) -> None:
     steps, kills = (60, 3) if os.environ.get("SHARDSUM_LONG_TESTS") else (24, 1)
     options = [*SMALL, "--train.steps", str(steps), "--data", text]
     alone = [sys.executable, "-m", "shardsum", "train", *options, "--folder", str(tmp_path / "alone")]
-    whole = subprocess.run(alone, env=environment(), capture_output=True, text=True, timeout=120)
-    expected = re.findall(r"^hash \w+$", whole.stdout, re.MULTILINE)
-    assert len(expected) == 1, whole.stderr
-
+    whole = subprocess.Popen(alone, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     generator = random.Random(0)
     with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
         run = subprocess.Popen(command(2, *options), cwd=tmp_path, env=environment(), stdout=out, stderr=err)
@@ -64,6 +61,9 @@ def test_random_kills_end_in_the_same_hash(text: str, tmp_path: Path) -> None:
             while set(workers) & set(children(run.pid)):
                 time.sleep(0.02)
         assert run.wait(timeout=180) == 0, (tmp_path / "err").read_text()
+    undisturbed, errors = whole.communicate(timeout=120)
+    expected = re.findall(r"^hash \w+$", undisturbed, re.MULTILINE)
+    assert len(expected) == 1, errors
     printed = (tmp_path / "out").read_text()
     assert len(list((tmp_path / "runs").iterdir())) == 1
     assert len(re.findall(r"^context: 4 virtual ranks on 2 processes", printed, re.MULTILINE)) == 1 + kills

@@ -135,17 +135,6 @@ def sampler(
     return kind(calls, least if least_seconds is None else least_seconds, processes or Processes())
 
 
-def take_turns(
-    variants: Mapping[str, Call | Sequence[Call]],
-    *,
-    samples: int = 25,
-    least_seconds: float | None = None,
-    device: str = "cpu",
-) -> dict[str, Timing]:
-    """Time variants against each other; arguments as in :func:`sampler`."""
-    return turns({n: sampler(c, device=device, least_seconds=least_seconds) for n, c in variants.items()}, samples)
-
-
 def turns(samplers: Mapping[str, Callable[[], float]], samples: int) -> dict[str, Timing]:
     """``samples`` measurements of each prepared variant, in turns."""
     measured: dict[str, list[float]] = {name: [] for name in samplers}
