@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.numerics import accumulator_dtype
 from ..local.gradients import finish_gradient
-from ..native import loader as native
+from ..local.registry import define
 from .arguments import NO_BATCHES
 from .terms import Reduce, Terms, flatten, pairs
 
@@ -140,13 +140,7 @@ class Kept(torch.autograd.Function):
 
 # The registered operator
 
-_library = torch.library.Library("shardsum", "FRAGMENT")
-_TAIL = "SymInt size, str name, str kinds, str op, float? scale, ScalarType dtype, str grad, str? label, str group"
-_library.define(f"exchange(Tensor[] shards, SymInt[] sources, SymInt[] sinks, SymInt[]? rows, {_TAIL}) -> Tensor[]")
-_library.define("coverage(Tensor like, SymInt[] intervals, SymInt size) -> Tensor")
-_library.define(
-    "local_adjoint(Tensor grad, SymInt[] hosted, SymInt[] rows, float? scale, ScalarType dtype) -> Tensor[]"
-)
+TAIL = "SymInt size, str name, str kinds, str op, float? scale, ScalarType dtype, str grad, str? label, str group"
 
 
 def tail_of(terms: Terms, group: str) -> tuple[Any, ...]:
@@ -189,7 +183,6 @@ def _with_rows(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
 
 
 def _exchange_fake(shards: list[Tensor], sources: Any, sinks: Any, rows: Any, *tail: Any) -> list[Tensor]:
-    native.load()  # tracing runs this as plain Python: the library is there when the compiled code runs
     refuse_recomputation(shards)
     terms = terms_of(tail, sources, sinks, shards[0])
     sizes = rows if rows is not None else [e - b for b, e in groups[tail[-1]].hosted(terms.sinks, terms.kinds[1])]
@@ -250,17 +243,18 @@ def _local_adjoint(
     return _with_rows([spread[b:e].clone() for b, e in pairs(hosted)], rows)
 
 
-def _local_adjoint_fake(
-    grad: Tensor, hosted: list[int], rows: list[int], scale: float | None, dtype: torch.dtype
-) -> list[Tensor]:
-    return [grad.new_empty((n, *grad.shape[1:]), dtype=dtype) for n in rows]
-
-
-for _name, _implementation, _fake in (
-    ("exchange", _exchange, _exchange_fake),
-    ("coverage", _coverage, lambda like, flat, size: like.new_empty((size,), dtype=torch.int64)),
-    ("local_adjoint", _local_adjoint, _local_adjoint_fake),
-):
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardsum::{_name}", _fake, lib=_library)
-torch.library.register_autograd("shardsum::exchange", _backward, setup_context=_setup, lib=_library)
+define(
+    f"exchange(Tensor[] shards, SymInt[] sources, SymInt[] sinks, SymInt[]? rows, {TAIL}) -> Tensor[]",
+    _exchange,
+    _exchange_fake,
+).differentiate(_setup, _backward)
+define(
+    "coverage(Tensor like, SymInt[] intervals, SymInt size) -> Tensor",
+    _coverage,
+    lambda like, flat, size: like.new_empty((size,), dtype=torch.int64),
+)
+define(
+    "local_adjoint(Tensor grad, SymInt[] hosted, SymInt[] rows, float? scale, ScalarType dtype) -> Tensor[]",
+    _local_adjoint,
+    lambda grad, hosted, rows, scale, dtype: [grad.new_empty((n, *grad.shape[1:]), dtype=dtype) for n in rows],
+)

@@ -22,8 +22,8 @@ from ..core.numerics import accumulator_dtype
 from ..local import kernels
 from ..local.gradients import finish_gradient, select
 from ..local.ops import readable, row_contiguous
-from ..native import loader as native
-from .autograd import _TAIL, Exchange, _library, groups, keep, refuse_recomputation, tail_of, terms_of
+from ..local.registry import define
+from .autograd import TAIL, Exchange, groups, keep, refuse_recomputation, tail_of, terms_of
 from .autograd import exchange as registered_exchange
 from .executor import Executor
 from .routes import LOCAL_ROUTE, Route, fingerprint, stamp_of
@@ -219,8 +219,6 @@ def _select(terms: Terms, whole: list[Tensor], lengths: Tensor, all_lengths: Ten
 
 # The registered operator
 
-_library.define(f"exchange_padded(Tensor x, Tensor lengths, SymInt[] sinks, {_TAIL}) -> Tensor[]")
-
 
 def exchange_padded(x: Tensor, lengths: Tensor, terms: Terms, group: str) -> list[Tensor]:
     """The registered operator; its last result are all lengths."""
@@ -237,7 +235,6 @@ def _exchange_padded(x: Tensor, lengths: Tensor, sinks: Any, *tail: Any) -> list
 
 
 def _fake(x: Tensor, lengths: Tensor, sinks: Any, *tail: Any) -> list[Tensor]:
-    native.load()
     refuse_recomputation([x])
     planner = groups[tail[-1]]
     wanted = planner.hosted(pairs(sinks), tail[2][1])
@@ -263,6 +260,6 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple:
     return _select(terms, whole, lengths, all_lengths), *[None] * 11
 
 
-_library.impl("exchange_padded", _exchange_padded, "CompositeExplicitAutograd")
-torch.library.register_fake("shardsum::exchange_padded", _fake, lib=_library)
-torch.library.register_autograd("shardsum::exchange_padded", _backward, setup_context=_setup, lib=_library)
+define(
+    f"exchange_padded(Tensor x, Tensor lengths, SymInt[] sinks, {TAIL}) -> Tensor[]", _exchange_padded, _fake
+).differentiate(_setup, _backward)
