@@ -214,16 +214,13 @@ class Plan(Generic[R]):
         hosted = hosted_shards(shards, self.tensors.sources(), planner.shard_device, len(terms.row_shape))
         return deliver(traced(planner, terms, hosted, lengths), terms, out, is_single(shards, planner, terms))
 
-    def run(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """The results of valid rows, without autograd."""
-        return self._begin(shards, outs).result()
+    def run(self, shards: Sequence[Tensor], lengths: Tensor | None, outs: Any = None) -> list[Tensor]:
+        """The results of valid rows, without autograd; of one stacked Tensor ``(k, S_MAX, *F)`` with device lengths,
+        then all lengths."""
+        return self._begin(shards, outs).result() if lengths is None else self._prepared.run(shards[0], lengths)
 
     def _begin(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None) -> Job:
         return self._prepared.start(movable(shards), outs)
-
-    def run_padded(self, x: Tensor, lengths: Tensor) -> list[Tensor]:
-        """The results of padded shards ``(k, S_MAX, *F)`` with device lengths, then all lengths."""
-        return self._prepared.run(x, lengths)
 
     def counts(self, device: torch.device) -> list[Tensor]:
         """How many sources cover each position of every hosted source, int64 on ``device``."""
@@ -266,8 +263,8 @@ class Plan(Generic[R]):
 
     def _run(self, hosted: list[Tensor], outs: list[Tensor] | None, lengths: Tensor | None) -> list[Tensor]:
         if lengths is not None:
-            return self.run_padded(stack(hosted), lengths)[:-1]
-        results = self.run(hosted, fillable(outs))
+            return self.run([stack(hosted)], lengths)[:-1]
+        results = self.run(hosted, None, fillable(outs))
         if self._bound is None and self._prepared.route.transport == "peer":
             self._bound = self._prepared.bind()
         return results
@@ -280,7 +277,7 @@ class Plan(Generic[R]):
     def run_recorded(self, shards: Sequence[Tensor], lengths: Tensor | None = None) -> list[Tensor]:
         """What autograd's functions run: the rest of a call that was checked and agreed on."""
         with self._planner.calling(self.terms.name, begun=True):
-            return self.run(shards) if lengths is None else self.run_padded(shards[0], lengths)
+            return self.run(shards, lengths)
 
     def execute(self, shards: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
         """A call without autograd that gives one result a hosted sink, for the registered operators.
@@ -296,4 +293,4 @@ class Plan(Generic[R]):
             except Exception as error:
                 raise planner.refuse(name, error) from error
             self._agree(rows)
-            return self.run(rows) if lengths is None else self.run_padded(shards[0], lengths)
+            return self.run(rows if lengths is None else shards, lengths)
