@@ -108,7 +108,7 @@ class ContextBatch:
         """
         if whole is None:
             whole = isinstance(x, Tensor) and x.shape[dim] == self.size
-            if whole and self.group.num_virtual_ranks > 1 and max(self.lengths) == self.size:
+            if whole and self.group.num_virtual_ranks > 1 and max(self.lengths) == self.size > 0:
                 raise ValueError("shift: one chunk holds the whole sequence; pass whole=True or whole=False")
         if whole:
             assert isinstance(x, Tensor)

@@ -25,6 +25,7 @@ from ..core.layout import Interval, intervals_of
 Window = tuple[int, int]
 CAUSAL: Window = (-1, 0)
 UNLIMITED: Window = (-1, -1)
+_FAR = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def effective_window(window: Sequence[int] | None, causal: bool) -> Window:
         raise ValueError(f"window: expected a pair of ints (left, right), -1 for no limit, got {window!r}") from None
     if min(left, right) < -1:
         raise ValueError(f"window: ({left}, {right}), but both are at least -1 (no limit)")
+    left, right = (-1 if side >= _FAR else side for side in (left, right))  # kernels take 32 bits, and add to them
     return left, 0 if causal else right
 
 

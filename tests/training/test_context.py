@@ -48,6 +48,12 @@ def shifted(x: torch.Tensor, by: int, fill: float) -> torch.Tensor:
     return y
 
 
+def test_an_empty_sequence_is_shifted() -> None:
+    cp = ShardGroup(2).context_parallel([0, 0], [0])
+    assert [tuple(x.shape) for x in cp.shift([torch.zeros(0)] * 2)] == [(0,)] * 2
+    assert tuple(cp.shift(torch.zeros(3, 0)).shape) == (3, 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
 @pytest.mark.parametrize("by", [1, 2, 6, -3, 0, 40])
 def test_shift_of_whole_sequences_and_of_chunks(by: int, dtype: torch.dtype) -> None:

@@ -98,3 +98,9 @@ def test_one_causal_sequence() -> None:
 def test_errors(lengths: list[int], borders: list[int] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_chunks(lengths, borders)
+
+
+def test_a_window_beyond_any_document_is_none() -> None:
+    for far in (1 << 30, 1 << 31, 1 << 70):
+        assert effective_window((far, 2), False) == (-1, 2) and effective_window((3, far), False) == (3, -1)
+    assert effective_window(((1 << 30) - 1, 0), True) == ((1 << 30) - 1, 0)
