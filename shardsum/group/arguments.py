@@ -61,8 +61,9 @@ NO_BATCHES = "shards: collectives cannot be batched by vmap (nor by jacrev and h
 
 
 def refuse_batches(shards: Sequence[Tensor]) -> None:
-    """Raise ValueError for tensors that stand for a batch inside torch.func.vmap."""
-    if any(map(torch._C._functorch.is_batchedtensor, shards)):
+    """Raise ValueError for tensors that stand for a batch: inside torch.func.vmap, or gradients (is_grads_batched)."""
+    batched = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
+    if any(of(shard) for of in batched for shard in shards):
         raise ValueError(NO_BATCHES)
 
 

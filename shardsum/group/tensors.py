@@ -42,7 +42,7 @@ class Tensors:
             hosted = self._checked(shards)
         if not self._fit(hosted):
             hosted = self._checked(hosted)
-        if torch._C._are_functorch_transforms_active():
+        if terms.grad == "adjoint" or torch._C._are_functorch_transforms_active():
             refuse_batches(hosted)
         if terms.device_lengths:
             return hosted

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,7 +121,8 @@ def _check(loss_sum: Any, num_valid: Any, hosted: Sequence[int]) -> tuple[list[T
     counts: list[Tensor] = []
     for v, n, x in zip(hosted, given, losses):
         if not _is_number(n):
-            raise ValueError(f"num_valid: virtual rank {v} has {describe(n)}, expected a Tensor or number, not bool")
+            expected = "a Tensor, a count of at least 0, or a finite float"
+            raise ValueError(f"num_valid: virtual rank {v} has {describe(n)}, expected {expected}")
         if _is_floating(n) != weights:
             what = f"virtual rank {hosted[0]} has {describe(given[0])}"
             raise ValueError(f"num_valid: virtual rank {v} has {describe(n)}, {what}; all integers, or all floating")
@@ -154,7 +155,7 @@ def _is_floating(n: Any) -> bool:
 def _is_number(n: Any) -> bool:
     if isinstance(n, Tensor):
         return is_strided(n) and n.dtype != torch.bool and not n.is_complex()
-    return is_count(n) or (isinstance(n, Real) and not isinstance(n, bool) and math.isfinite(n))
+    return is_count(n) or (isinstance(n, Real) and not isinstance(n, Integral) and math.isfinite(n))
 
 
 def _check_denominator(denominator: Any) -> None:

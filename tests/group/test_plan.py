@@ -293,6 +293,9 @@ def test_torch_func() -> None:
     ):
         with pytest.raises(Exception, match=r"vmap|forward-mode"):
             transformed(argument)
+    y = group.all_gather(list(leaf), [3, 2, 0, 1])
+    with pytest.raises(ValueError, match="cannot be batched by vmap"):
+        torch.autograd.grad(y, leaf, torch.eye(6), is_grads_batched=True, retain_graph=True)
     assert_same(torch.func.grad(loss)(x), leaf.grad)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -134,6 +136,9 @@ BAD = [
     (lambda g: g.token_mean(ones, [1, 1], denominator=True), "denominator: .*True"),
     (lambda g: g.token_mean(ones, [1, 1], denominator=torch.ones(2)), "denominator: .*one element"),
     (lambda g: g.token_mean(ones, [1, 0.5]), "num_valid: virtual rank 1 has .*0.5.*all integers, or all floating"),
+    (lambda g: g.token_mean(ones, [1, -3]), "num_valid: virtual rank 1 has -3, expected .* a count of at least 0"),
+    (lambda g: g.token_mean(ones, [math.nan, 1.0]), "num_valid: virtual rank 0 has nan, expected .* or a finite float"),
+    (lambda g: g.token_mean(ones, [1, 1], denominator=2**70), "denominator: expected a number of at least 0"),
     (lambda g: g.token_mean(ones, [1, torch.tensor([1, 2, 3])]), r"num_valid: virtual rank 1 has shape \(3,\)"),
     (lambda g: g.token_mean([torch.ones(3), torch.ones(2)], [1, 1]), r"loss_sum: virtual rank 1 has shape \(2,\)"),
     (lambda g: g.token_mean([1, 2], [1, 1]), "loss_sum: virtual rank 0 has 1, expected a floating Tensor"),
