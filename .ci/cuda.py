@@ -1,11 +1,12 @@
-"""Compile and link the CUDA sources for every architecture of the wheel, and load the library, with any torch.
+"""Compile and link the CUDA sources, and load the library, with any torch.
 
-The sources differ between architectures below and from sm_90 on only (__CUDA_ARCH__), so they are translated for two
-and assembled for all: half the time of the wheel's build.
+The sources differ between architectures below and from sm_90 on only (__CUDA_ARCH__), so they are translated for these
+two. They are assembled for these two as well, or with --all for every architecture of the wheel, as the nightly does.
 """
 
 import ctypes
 import dataclasses
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import torch
 
 from shardsum.native import builder, recipe
 
-made = dataclasses.replace(recipe.make_recipe(recipe.DEFAULT_ARCHS), front_ends=("80", "90"))
+FRONT_ENDS = ("80", "90")
+archs = recipe.DEFAULT_ARCHS if "--all" in sys.argv else FRONT_ENDS
+made = dataclasses.replace(recipe.make_recipe(archs), front_ends=FRONT_ENDS)
 with tempfile.TemporaryDirectory() as folder:
     library = builder.compile_into(made, Path(folder), Path(folder))
     torch.ops.load_library(str(library))

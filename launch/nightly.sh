@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What is too long for every change: faults, restarts, fuzzing, leaks, training steps, and a soak of `shardsum train`
-# with random kills. Writes FOLDER/summary.md: versions, commit and seed, then a line per part with its time, its command
+# What is too long for every change: faults, restarts, fuzzing, leaks, training steps, CUDA code for all architectures, and
+# a soak of `shardsum train` with random kills. Writes FOLDER/summary.md: versions, commit and seed, then a line per part with its time, its command
 # and its last line, then the figures that the parts printed.
 #
 #   launch/nightly.sh [FOLDER]              # default: nightly-DATE; it is safe to start again with the same folder
@@ -16,7 +16,7 @@
 # PARTS    which parts run, of the list below
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all="faults restarts fuzz-local fuzz-processes leaks-local leaks-gather leaks-all_to_all leaks-carry leaks-groups steps soak"
+all="faults restarts fuzz-local fuzz-processes leaks-local leaks-gather leaks-all_to_all leaks-carry leaks-groups steps cuda soak"
 folder=$(realpath -m "${1:-nightly-$(date -u +%F)}")
 PYTHON=${PYTHON:-python}
 export SHARDSUM_LONG_TESTS=1 OMP_NUM_THREADS=1 PYTHONPATH=$PWD
@@ -81,6 +81,7 @@ part leaks-all_to_all "${leaks[@]}" "calls and all_to_all"
 part leaks-carry "${leaks[@]}" "calls and carry"
 part leaks-groups "${leaks[@]}" groups
 part steps "${leaks[@]}" steps
+if command -v nvcc >/dev/null; then part cuda "$PYTHON" .ci/cuda.py --all; fi
 part soak "$PYTHON" -m tests.tools.soak --seed "$seed" --minutes "${SOAK:-20}"
 summary
 cat "$folder/summary.md"
