@@ -74,7 +74,7 @@ class Headers:
         self._header: Tensor | None = None
         self._arrived: list[Received] = []
         self._checked = False  # headers of this exchange
-        self.history: OrderedDict[int, str] = OrderedDict()
+        self._steps: OrderedDict[int, Step] = OrderedDict()
 
     def begin(self, step: Step) -> None:
         """Begin an exchange."""
@@ -82,9 +82,14 @@ class Headers:
         mixed = (mixed ^ mixed >> 32) * TURN & _WORD
         self._value = (mixed ^ mixed >> 29) >> 2
         self._header, self._arrived, self._checked = None, [], False
-        self.history[self._value] = str(step)
-        if len(self.history) > _HISTORY:
-            self.history.popitem(last=False)
+        self._steps[self._value] = step
+        if len(self._steps) > _HISTORY:
+            self._steps.popitem(last=False)
+
+    @property
+    def history(self) -> dict[int, str]:
+        """What the last exchanges were, by header."""
+        return {value: str(step) for value, step in self._steps.items()}
 
     def own(self) -> Tensor:
         """This exchange's header, ``(16,)`` bytes."""
