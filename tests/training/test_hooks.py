@@ -341,10 +341,10 @@ def test_an_fp16_overflow_on_one_process_skips_the_step_on_all() -> None:
 
 
 def _hsdp(rank: int, world_size: int, dims: int, wire: Any, device: str = "cpu") -> list[torch.Tensor]:
-    """Two replicas of two shards each: gradients 1e8, 1, -1e8, 1 of a layer that must be padded. ``dims``: of the mesh
-    that FSDP is given. The gradients after one step, after micro-batches (1e8, 1, -1e8, 1), (1, 1, 1, 1) whose
-    all_reduce torch puts off, and after a step with bfloat16 gradients."""
-    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=HSDP)
+    """Two replicas of two shards each, of one each on two processes: gradients 1e8, 1, -1e8, 1 of a layer that must be
+    padded. ``dims``: of the mesh that FSDP is given. The gradients after one step, after micro-batches
+    (1e8, 1, -1e8, 1), (1, 1, 1, 1) whose all_reduce torch puts off, and after a step with bfloat16 gradients."""
+    mesh = init_device_mesh(device, (2, world_size // 2), mesh_dim_names=HSDP)
     torch.manual_seed(0)
     half = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     models = [nn.Sequential(nn.Linear(5, 3, bias=False, device=device)) for _ in range(3)]
@@ -368,18 +368,25 @@ def test_hsdp_adds_shards_and_replicas_in_one_order(dims: int, wire: Any) -> Non
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
-@pytest.mark.parametrize("dims", [1, 2])
-def test_hsdp_on_gpus(dims: int) -> None:
-    _check_hsdp(run_processes(_hsdp, 4, dims, None, "cuda", backend="nccl"))
+@pytest.mark.parametrize("dims, processes", [(1, 2), (1, 4), (2, 4)])  # a mesh of (2, 1) is refused
+def test_hsdp_on_gpus(dims: int, processes: int) -> None:
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} GPUs")
+    _check_hsdp(run_processes(_hsdp, processes, dims, None, "cuda", backend="nccl"))
+
+
+def _half_sum(rows: list[torch.Tensor]) -> float:
+    return reference.ragged_sum(rows, [0] * len(rows), 1, scale=0.5, out_dtype=rows[0].dtype).item()
 
 
 def _check_hsdp(results: list[list[torch.Tensor]]) -> None:
-    rows = [torch.tensor([x]) for x in (1e8, 1.0, -1e8, 1.0)]
-    one_sum = reference.ragged_sum(rows, [0] * 4, 1, scale=0.5, out_dtype=torch.float32).item()
-    assert one_sum == 0.5
+    rows = [torch.tensor([x]) for x in (1e8, 1.0, -1e8, 1.0)][: len(results)]
+    batches = (rows, [row.new_ones(1) for row in rows])
+    first, second = (_half_sum(b) for b in batches)
+    half = _half_sum([row.bfloat16() for row in rows])
+    assert len(rows) == 2 or first == half == 0.5
     for found in results:
-        for grad, value in zip(found, (one_sum, one_sum + 2.0, one_sum)):
+        for grad, value in zip(found, (first, first + second, half)):
             assert bits.equal(grad, torch.full((3, 5), value))
 
 
