@@ -11,8 +11,9 @@ sum over the processes, and nothing travels; what is compared is all but the lin
 
 Verified before timed: shardsum's two forms have the same bits, and repeat them under deterministic algorithms; the
 others are within rounding of them. Times: medians [20 %, 80 %] of the slowest process, ways in turns, up to five layers
-a sample on a GPU. Host: until a layer's calls return, GPU idle before. Peak: what torch allocates during the layer,
-results included.
+a sample on a GPU. Host: until the calls of four layers return, as of a model (all forward, then one backward), by
+layer; GPU idle before. Alone: until those of one layer return; waking the host's threads after a long wait is a good
+part of that. Peak: what torch allocates during the layer, results included.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from shardsum.tools.bench.timing import Timing
 SEED = 3  # of the documents
 MEANS = (1, 8, 32, 128, 512)  # positions over the mean length
 MOST_ERROR = 2e-2  # a few times what bf16 loses here
-HEADER = "| documents | processes | placement | way | ms | of user | host ms | peak MB | difference |"
+HOST_LAYERS = 4
+HEADER = "| documents | processes | placement | way | ms | of user | host ms | alone | peak MB | difference |"
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Row:
     step: Timing
     of_user: float
     host: float
+    host_alone: float
     peak: int
     difference: float
 
@@ -59,8 +62,9 @@ class Row:
 def verify(layer: Layer, meter: Meter) -> dict[str, float]:
     """The relative difference of every way from the user's."""
     torch.use_deterministic_algorithms(True)
-    found = {name: step() for name, step in layer.ways.items()}
-    again = layer.ways["shardsum"]()
+    ways = layer.ways()
+    found = {name: step() for name, step in ways.items()}
+    again = ways["shardsum"]()
     torch.use_deterministic_algorithms(False)
     for a, b, c in zip(found["shardsum"], found["one call"], again):
         assert bits.equal(a, b), f"one call: {bits.first_difference(a, b)}"
@@ -70,21 +74,21 @@ def verify(layer: Layer, meter: Meter) -> dict[str, float]:
 
 def measure(layer: Layer, meter: Meter, processes: int, placement: str) -> list[Row]:
     differences = verify(layer, meter)
-    ways = layer.ways
+    ways, model = layer.ways(), layer.ways(HOST_LAYERS)
     times = meter.times(ways)
-    hosts = {name: meter.host(step) for name, step in ways.items()}
+    hosts = {name: (meter.host(model[name]) / HOST_LAYERS, meter.host(step)) for name, step in ways.items()}
     peaks = {name: meter.peak(step) for name, step in ways.items()}
     user, documents = times["user"].median, len(layer.borders) - 1
     return [
-        Row(documents, processes, placement, name, t, t.median / user, hosts[name], peaks[name], differences[name])
+        Row(documents, processes, placement, name, t, t.median / user, *hosts[name], peaks[name], differences[name])
         for name, t in times.items()
     ]
 
 
 def line(row: Row) -> str:
-    ms = [1e3 * t for t in (row.step.median, row.step.p20, row.step.p80, row.host)]
+    ms = [1e3 * t for t in (row.step.median, row.step.p20, row.step.p80, row.host, row.host_alone)]
     cells = [row.documents, row.processes, row.placement, row.way, f"{ms[0]:.4g} [{ms[1]:.4g}, {ms[2]:.4g}]"]
-    cells += [f"{row.of_user:.3f}", f"{ms[3]:.3g}", f"{row.peak / 1e6:.1f}", f"{row.difference:.1e}"]
+    cells += [f"{row.of_user:.3f}", f"{ms[3]:.3g}", f"{ms[4]:.3g}", f"{row.peak / 1e6:.1f}", f"{row.difference:.1e}"]
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -95,7 +99,7 @@ def run(args: argparse.Namespace, device: torch.device) -> list[Row]:
     facts = environment([sys.executable, *sys.argv])
     say("; ".join(f"{n} {facts[n]}" for n in ("gpu", "cpu", "cores", "torch", "nccl", "date", "command") if n in facts))
     say(f"{args.size} positions, {args.heads} query and {args.key_heads} key heads of {args.head_dim}, bf16")
-    say(f"\n{HEADER}\n{'|---' * 9}|")
+    say(f"\n{HEADER}\n{'|---' * 10}|")
     meter, rows = Meter(device, args.samples, MOST_ERROR), []
     for processes in [real] if real > 1 else args.processes:
         for part in args.parts:

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,50 +61,44 @@ class Layer:
         self.cp = self.group.context_parallel(self.lengths, borders)
         self.user = UserBatch(self.cp)
         shapes = [(self.size // ranks, h, dim) for h in (heads, key_heads, key_heads, heads)]
-        inputs: list[list[Tensor]] = [[], [], [], []]
+        #: q, k, v of every hosted chunk; and the gradients of its output.
+        self.inputs: list[list[Tensor]] = [[], [], []]
+        self.gs: list[Tensor] = []
         for rank in self.group.virtual_ranks:
             generator = torch.Generator(device).manual_seed(rank)
-            for xs, shape in zip(inputs, shapes):
+            for xs, shape in zip([*self.inputs, self.gs], shapes):
                 xs.append(torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(BF16))
-        self.qs, self.ks, self.vs, self.gs = inputs
-        for x in (*self.qs, *self.ks, *self.vs):
-            x.requires_grad_()
 
-    @property
-    def ways(self) -> dict[str, Callable[[], list[Tensor]]]:
-        """Each gives the outputs and the gradients of q, k and v of all hosted chunks."""
-        attentions: dict[str, Callable[[], Sequence[Tensor]]] = {
-            "shardsum": self._shardsum,
+    def ways(self, layers: int = 1) -> dict[str, Callable[[], list[Tensor]]]:
+        """Each gives the outputs and the gradients of q, k and v of all hosted chunks, of all layers: several are run
+        forward, then all backward, as those of a model."""
+        attentions: dict[str, Callable[..., Sequence[Tensor]]] = {
+            "shardsum": self.cp.attention,
             "one call": self._one_call,
-            "user": self._user,
+            "user": self.user.attention,
             "SDPA a document": self._documents,
         }
-        return {name: partial(self._step, attention) for name, attention in attentions.items()}
+        # Inputs of their own: autograd adds nothing.
+        inputs = [[[x.detach().requires_grad_() for x in xs] for xs in self.inputs] for _ in range(layers)]
+        return {name: partial(self._step, attention, inputs) for name, attention in attentions.items()}
 
-    def _step(self, attention: Callable[[], Any]) -> list[Tensor]:
-        outs = attention()
-        outs = [outs] if isinstance(outs, Tensor) else outs
-        grads = torch.autograd.grad(outs, [*self.qs, *self.ks, *self.vs], self.gs)
+    def _step(self, attention: Callable[..., Sequence[Tensor]], inputs: list[list[list[Tensor]]]) -> list[Tensor]:
+        outs = [out for xs in inputs for out in attention(*xs)]
+        grads = torch.autograd.grad(outs, [x for xs in inputs for x in chain(*xs)], self.gs * len(inputs))
         return [*(o.detach() for o in outs), *grads]
 
-    def _shardsum(self) -> Sequence[Tensor]:
-        return self.cp.attention(self.qs, self.ks, self.vs)
-
-    def _one_call(self) -> Sequence[Tensor]:
+    def _one_call(self, *inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         options: dict[str, Any] = {"lengths": self.lengths, "cu_seqlens": self.borders}
-        return context_parallel_attention(self.qs, self.ks, self.vs, self.group, **options)
-
-    def _user(self) -> Sequence[Tensor]:
-        return self.user.attention(self.qs, self.ks, self.vs)
+        return context_parallel_attention(*inputs, self.group, **options)
 
     # What the library did before
 
-    def _documents(self) -> Sequence[Tensor]:
-        plan, dim = self.cp.plan, self.ks[0].shape[-1]
-        kvs = [torch.cat(pair, -1) for pair in zip(self.ks, self.vs)]
+    def _documents(self, qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor]) -> Sequence[Tensor]:
+        plan, dim = self.cp.plan, ks[0].shape[-1]
+        kvs = [torch.cat(pair, -1) for pair in zip(ks, vs)]
         kvs = self.group.exchange(kvs, plan.owned, plan.needed, size=self.size)
         outs = []
-        for q, kv, chunk in zip(self.qs, kvs, self.cp.chunks):
+        for q, kv, chunk in zip(qs, kvs, self.cp.chunks):
             queries, keys = zip(*chunk.plan.segments)
             parts = zip(q.split(queries), kv.split(keys))
             outs.append(torch.cat([_document(one, *both.split(dim, -1)) for one, both in parts]))

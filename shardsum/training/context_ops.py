@@ -73,7 +73,7 @@ def exchange(
     if not shared:
         return plans[0].on_list(list(shards), batch.origin)
     found = plans[1].on_list(list(shards), batch.origin)
-    return [x if view is None else found[view[0]][view[1]] for x, view in zip(found, batch.plan.views)]
+    return [found[i] if rows is None else found[i][rows] for i, rows in batch.plan.views]
 
 
 def _plans(batch: ContextBatch, name: str, like: Tensor) -> tuple[Plan, Plan]:

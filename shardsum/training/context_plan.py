@@ -152,7 +152,7 @@ class SequencePlan:
         received: what travels of ``needed``: where several chunks of a process need the same keys, the first of them
             receives the keys of all, and the others an empty interval.
         views: for every hosted chunk, whose received keys hold its own (index among the hosted chunks), and the slice
-            of them; None for all of its own.
+            of them; None for all of them.
         hosted: the chunks of this process.
         work: query-key pairs by process.
 
@@ -185,12 +185,12 @@ class SequencePlan:
         self.hosted = [chunk.plan.chunk for chunk in self.chunks]
         self.received, homes = share(self.needed, owners)
         ranks = [v for v, owner in enumerate(owners) if owner == rank]
-        self.views: list[tuple[int, slice] | None] = []
+        self.views: list[tuple[int, slice | None]] = []
         for v in ranks:
-            at = self.needed[v][0] - self.received[homes[v]][0]
-            whole = self.needed[v] == self.received[v]
-            rows = slice(at, at + length(self.needed[v]))
-            self.views.append(None if whole else (ranks.index(homes[v]), rows))
+            received = self.received[homes[v]]
+            at = self.needed[v][0] - received[0]
+            rows = None if self.needed[v] == received else slice(at, at + length(self.needed[v]))
+            self.views.append((ranks.index(homes[v]), rows))
         self.recompute_exchange = self._exceeds() if recompute_exchange is None else bool(recompute_exchange)
         for chunk in self.chunks:
             chunk.warm(device)

@@ -16,6 +16,7 @@ from tests.scripts import load_script
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import context_balance
 import context_gradients
+import context_host
 import context_parallel
 from context_cases import Case, packed_borders, share_of_padded
 from context_meter import Meter
@@ -55,8 +56,14 @@ def test_a_layer_in_every_way(tmp_path: Path) -> None:
     words = [*LAYER, "--size", "64", "--parts", "1", "8", "--processes", "2", "--json", str(tmp_path / "rows.json")]
     rows = context_parallel.run(context_parallel.arguments(words), torch.device("cpu"))
     assert len(rows) == 16 and {row.way for row in rows} == {"shardsum", "one call", "user", "SDPA a document"}
-    assert all(min(row.step.median, row.host, row.peak) > 0 for row in rows)
+    assert all(min(row.step.median, row.host, row.host_alone, row.peak) > 0 for row in rows)
     assert (tmp_path / "rows.json").exists()
+
+
+def test_the_hosts_part_of_a_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    context_host.run(context_host.arguments(["--size", "128", *LAYER[:6]]), torch.device("cpu"))
+    said = capsys.readouterr().out
+    assert said.count("forward ") == 4 and said.count("1 x _AttentionBackward") == 4
 
 
 def test_balance_of_every_arrangement() -> None:
