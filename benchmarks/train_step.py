@@ -6,7 +6,8 @@
 
 A model of 1.04 billion parameters (16 layers of 2048, 32 query and 8 key heads of 64, random weights), 65,536 positions
 of packed documents with exponentially distributed lengths of mean 512, 2048 and 8192, and of one document, bf16,
-activation checkpointing of every layer, AdamW. Each process holds one chunk. The ways differ in attention alone:
+activation checkpointing of every layer, AdamW. Each process holds one chunk, or, zigzag, an early and a late one, which
+run through the model as one sequence. The ways differ in attention alone:
 
     shardsum    group.context_parallel once a step, cp.attention in every layer
     user        K and V by all_gather (none on one process), torch.nn.attention.varlen, dK and dV by reduce_scatter
@@ -24,7 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,7 @@ from shardsum.tools.bench.timing import Timing, turns
 
 SEED = 3  # of the documents
 MOST_DIFFERENCE = 1e-2
+USER = "user, contiguous"
 SIZES: dict[str, dict[str, int]] = {
     "1B": {
         "hidden_size": 2048,
@@ -67,7 +69,7 @@ SIZES: dict[str, dict[str, int]] = {
         "vocab_size": 256,
     },
 }
-HEADER = "| mean | documents | way | tokens/s | step ms | of user | peak GB | loss |"
+HEADER = "| mean | documents | way | tokens/s | step ms | of best user | peak GB | loss |"
 
 
 @dataclass
@@ -99,7 +101,10 @@ class Training:
 
     def __init__(self, size: str, positions: int, device: torch.device) -> None:
         processes = dist.get_world_size() if dist.is_initialized() else 1
-        self.group, self.attention = ShardGroup(processes, device=device), Attention()
+        self.processes, self.attention = processes, Attention()
+        self.groups = {"contiguous": ShardGroup(processes, device=device)}
+        if processes > 1:
+            self.groups["zigzag"] = ShardGroup(2 * processes, placement="zigzag", device=device)
         AttentionInterface.register("benchmark", self.attention)
         AttentionMaskInterface.register("benchmark", lambda *_, **__: None)
         torch.manual_seed(0)
@@ -117,23 +122,21 @@ class Training:
     def gradients(self, way: str, borders: list[int]) -> Tensor:
         """The gradients of one step; returns this process's part of the mean loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        cp = self.group.context_parallel(None, borders)
-        if way == "torch":
-            return self._gradients_of_torch(cp.shift(self.tokens, whole=True))
-        if way == "shardsum":
-            self.attention.run = cp.attention
-        else:
-            user = UserBatch(cp)
-            self.attention.run = lambda q, k, v, scale: user.attention([q], [k], [v], scale)[0]
+        name, placement = way.split(", ")
+        cp = self.groups["contiguous" if name == "torch" else placement].context_parallel(None, borders)
         labels = cp.shift(self.tokens, whole=True)
-        count = (labels != -100).sum()
-        own, targets = cp.split(self.tokens, dim=1), cp.split(labels, dim=1)
-        return self._backward(own, cp.positions[None], targets, count)
+        if name == "torch":
+            return self._gradients_of_torch(labels)
+        attention = cp.attention if name == "shardsum" else UserBatch(cp).attention
+        rows = [chunk.plan.chunk[1] - chunk.plan.chunk[0] for chunk in cp.chunks]
+        self.attention.run = partial(_chunks, attention, rows)
+        own, targets = (together(cp.split(x, dim=1), 1) for x in (self.tokens, labels))
+        return self._backward(own, together(cp.positions, 0)[None], targets, (labels != -100).sum())
 
     def _gradients_of_torch(self, labels: Tensor) -> Tensor:
         count, positions = (labels != -100).sum(), torch.arange(labels.shape[1], device=labels.device)[None]
         chunks = [self.tokens.clone(), positions, labels]  # cut in place, an early and a late part a process
-        mesh = init_device_mesh(labels.device.type, (self.group.world_size,))
+        mesh = init_device_mesh(labels.device.type, (self.processes,))
         self.attention.run = _causal
         with (
             context_parallel(mesh, buffers=chunks, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(chunks)),
@@ -146,7 +149,7 @@ class Training:
         loss = F.cross_entropy(logits[0].float(), targets[0], reduction="sum") / count
         del logits
         loss.backward()
-        if self.group.world_size > 1:
+        if self.processes > 1:
             for parameter in self.model.parameters():
                 dist.all_reduce(parameter.grad)
         return loss.detach()
@@ -157,10 +160,22 @@ class Training:
 
     def loss_and_norm(self, way: str, borders: list[int]) -> tuple[float, float]:
         loss = self.gradients(way, borders)
-        if self.group.world_size > 1:
+        if self.processes > 1:
             dist.all_reduce(loss)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         return loss.item(), norm.item()
+
+
+def together(chunks: Tensor | list[Tensor], dim: int) -> Tensor:
+    """What a process hosts, one after the other."""
+    return chunks if isinstance(chunks, Tensor) else torch.cat(chunks, dim)
+
+
+def _chunks(
+    attention: Callable[..., Sequence[Tensor]], rows: list[int], q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> Tensor:
+    """The attention of each chunk of ``rows``, one after the other."""
+    return together(list(attention(*(list(x.split(rows)) for x in (q, k, v)), scale=scale)), 0)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -171,19 +186,19 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def measure(training: Training, meter: Meter, mean: int, borders: list[int]) -> list[Row]:
-    ways = ["shardsum", "user"]
-    if len(borders) == 2 and training.group.world_size > 1 and meter.on_gpu:
-        ways.append("torch")
+    ways = [f"{name}, {placement}" for placement in training.groups for name in ("shardsum", "user")]
+    if len(borders) == 2 and training.processes > 1 and meter.on_gpu:
+        ways.append("torch, zigzag")
     found = {way: training.loss_and_norm(way, borders) for way in ways}
     for way in ways:
-        for a, b in zip(found[way], found["user"]):
-            assert abs(a - b) <= MOST_DIFFERENCE * abs(b), f"loss and norm of the gradient, {way} and user: {found}"
+        for a, b in zip(found[way], found[USER]):
+            assert abs(a - b) <= MOST_DIFFERENCE * abs(b), f"loss and norm of the gradient, {way} and {USER}: {found}"
     steps = {way: partial(training.step, way, borders) for way in ways}
     for step in steps.values():
         step()
     times = turns({way: partial(meter.seconds, step) for way, step in steps.items()}, meter.samples)
     peaks = {way: meter.peak(step, whole=True) for way, step in steps.items()}
-    tokens, user = borders[-1], times["user"].median
+    tokens, user = borders[-1], min(t.median for way, t in times.items() if way.startswith("user"))
     return [
         Row(mean, len(borders) - 1, way, tokens / t.median, t, t.median / user, peaks[way], found[way][0])
         for way, t in times.items()
@@ -209,7 +224,7 @@ def run(args: argparse.Namespace, device: torch.device) -> list[Row]:
     say("; ".join(f"{n} {facts[n]}" for n in ("gpu", "cpu", "cores", "torch", "nccl", "date", "command") if n in facts))
     training = Training("small" if args.small else "1B", args.positions, device)
     parameters = sum(p.numel() for p in training.model.parameters())
-    processes = training.group.world_size
+    processes = training.processes
     say(f"{parameters / 1e9:.3g} billion parameters, {args.positions} positions, {processes} processes, bf16")
     say(f"\n{HEADER}\n{'|---' * 8}|")
     meter, rows = Meter(device, args.samples, MOST_DIFFERENCE), []
