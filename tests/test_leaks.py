@@ -33,7 +33,7 @@ MEMORY, OBJECTS = (4 << 20) if LONG else (16 << 20), 30
 
 
 def usage() -> dict[str, int]:
-    gc.collect()
+    gc.collect()  # after gc.freeze(), of what the test has made alone
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "memory": pages * os.sysconf("SC_PAGE_SIZE"),
@@ -46,6 +46,7 @@ def usage() -> dict[str, int]:
 
 def growth(do: Callable[[], object], times: int) -> dict[str, int]:
     """What ``times`` more calls take, after as many (at most 30, in a long test 1,000) have filled what is kept."""
+    gc.freeze()
     for _ in range(min(1000 if LONG else 30, times)):
         do()
     before = usage()
