@@ -12,14 +12,12 @@ what is trained, not that. The models are small and begin with random weights; t
 from __future__ import annotations
 
 import argparse
-import os
 import random
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from small_training import SIZE, Learned, digest, document_borders, main, parser, repeat_bits, text_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -30,22 +28,20 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f'train_llama.py needs {error.name}: pip install "shardsum[models]"') from error
 
-from shardsum import ShardGroup, bits
+from shardsum import ShardGroup
 from shardsum.integrations.transformers import apply_cp, model_inputs
 from shardsum.training.hooks import FSDPReduceScatter, HookState, ddp_comm_hook
 
-SIZE, ACCUMULATE = 256, 2  # positions of a packed sequence, sequences a step
+ACCUMULATE = 2  # packed sequences a step
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small transformers model by context parallelism.")
-    parser.add_argument("--ranks", type=int, help="virtual ranks; default: one a process")
-    parser.add_argument("--model", choices=sorted(MODELS), default="llama")
-    parser.add_argument("--steps", type=int, default=5)
+    words = parser("Train a small transformers model by context parallelism.")
+    words.add_argument("--model", choices=sorted(MODELS), default="llama")
     for flag in ("fsdp", "checkpointing", "autocast", "lora"):
-        parser.add_argument(f"--{flag}", action="store_true")
-    return parser.parse_args(arguments)
+        words.add_argument(f"--{flag}", action="store_true")
+    return words.parse_args(arguments)
 
 
 def make_model(options: argparse.Namespace, group: ShardGroup) -> nn.Module:
@@ -95,25 +91,19 @@ def batches(text: Tensor, generator: random.Random) -> list[tuple[Tensor, list[i
     """A step's packed sequences ``(1, SIZE)`` and their documents' borders."""
     found = []
     for _ in range(ACCUMULATE):
-        borders = [0]
-        while borders[-1] < SIZE:
-            borders.append(min(SIZE, borders[-1] + int(generator.lognormvariate(3, 1)) + 1))
-        begin = generator.randrange(len(text) - SIZE)
+        borders, begin = document_borders(generator), generator.randrange(len(text) - SIZE)
         found.append((text[None, begin : begin + SIZE], borders))
     return found
 
 
-def train(options: argparse.Namespace, device: str = "cpu") -> tuple[list[float], str]:
+def train(options: argparse.Namespace, device: str = "cpu") -> Learned:
     """The loss of every step, and the hash of the trained weights: the same on every process."""
-    if device == "cuda":  # flash and cuBLAS repeat their bits only when told to
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
     group = ShardGroup(options.ranks, device=device)
+    repeat_bits(group.device)
     model = make_model(options, group)
     ranks = Ranks(model, group, options.fsdp)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long().to(device)
-    generator, losses = random.Random(0), []
+    text, generator, losses = text_of(__file__, group.device), random.Random(0), []
     for _ in range(options.steps):
         inputs = []
         for tokens, borders in batches(text, generator):
@@ -133,18 +123,8 @@ def train(options: argparse.Namespace, device: str = "cpu") -> tuple[list[float]
         optimizer.zero_grad()
         losses.append(sum(group.all_reduce(p, [1] * group.num_virtual_ranks, size=1).item() for p in parts))
     weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.state_dict().values()]
-    return losses, bits.digest(torch.cat([w.detach().flatten().float().cpu() for w in weights]))
+    return losses, digest(weights)
 
 
 if __name__ == "__main__":
-    local, here = os.environ.get("LOCAL_RANK"), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    on_gpu = torch.cuda.device_count() >= here
-    if on_gpu:
-        torch.cuda.set_device(int(local or 0))
-    if local is not None:
-        dist.init_process_group("nccl" if on_gpu else "gloo")
-    losses, digest = train(parse(), "cuda" if on_gpu else "cpu")
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"loss {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}; hash {digest[:16]}")
-    if local is not None:
-        dist.destroy_process_group()
+    main(train, parse())

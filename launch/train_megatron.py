@@ -11,11 +11,8 @@ without one it is told that this is the CPU.)
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,11 +20,11 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from small_training import SIZE, Learned, document_borders, learn, main, parser
+from torch import Tensor, nn
 
-from shardsum import ShardGroup, bits
+from shardsum import ShardGroup
 from shardsum.integrations.megatron import apply_cp, model_inputs
-
-SIZE = 256  # positions of a packed sequence
 
 
 def make_model() -> GPTModel:
@@ -43,62 +40,27 @@ def make_model() -> GPTModel:
     return GPTModel(config, spec, vocab_size=256, max_sequence_length=SIZE, position_embedding_type="rope")
 
 
-def batch(text: torch.Tensor, generator: random.Random) -> tuple[torch.Tensor, list[int]]:
-    """A packed sequence ``(1, SIZE)`` and its documents' borders."""
-    borders = [0]
-    while borders[-1] < SIZE:
-        borders.append(min(SIZE, borders[-1] + int(generator.lognormvariate(3, 1)) + 1))
-    begin = generator.randrange(len(text) - SIZE)
-    return text[None, begin : begin + SIZE], borders
+def loss_parts(group: ShardGroup, replicas: list[nn.Module], text: Tensor, generator: random.Random) -> list[Tensor]:
+    """What every hosted virtual rank adds to the mean loss of a packed sequence."""
+    borders, begin = document_borders(generator), generator.randrange(len(text) - SIZE)
+    plan = group.context_parallel(group.balanced_lengths(borders), borders)
+    tokens = text[None, begin : begin + SIZE]
+    inputs = model_inputs(plan, tokens, tokens)
+    outputs = group.lockstep([partial(m, **kwargs) for m, kwargs in zip(replicas, inputs)])
+    count = SIZE - (len(borders) - 1)  # the last token of a document predicts nothing
+    return [(y * kwargs["loss_mask"]).sum() / count for y, kwargs in zip(outputs, inputs)]
 
 
-def train(ranks: int | None, steps: int, device: str) -> tuple[list[float], str]:
-    """The loss of every step, and the hash of the trained weights: the same on every process."""
-    group, model = ShardGroup(ranks, device=device), make_model().to(device).train()
-    apply_cp(model)
-    replicas = group.replicas(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long().to(device)
-    generator, losses = random.Random(0), []
-    for _ in range(steps):
-        tokens, borders = batch(text, generator)
-        plan = group.context_parallel(group.balanced_lengths(borders), borders)
-        inputs = model_inputs(plan, tokens, tokens)
-        outputs = group.lockstep([partial(m, **kwargs) for m, kwargs in zip(replicas, inputs)])
-        count = SIZE - (len(borders) - 1)  # the last token of a document predicts nothing
-        parts = [(y * kwargs["loss_mask"]).sum() / count for y, kwargs in zip(outputs, inputs)]
-        sum(parts).backward()
-        group.reduce_gradients(replicas)
-        optimizer.step()
-        optimizer.zero_grad()
-        shards = [part.detach().reshape(1) for part in parts]
-        losses.append(group.all_reduce(shards, [1] * group.num_virtual_ranks, size=1).item())
-    weights = [p.detach().flatten().float().cpu() for p in model.parameters()]
-    return losses, bits.digest(torch.cat(weights))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small Megatron-Core GPT by context parallelism.")
-    parser.add_argument("--ranks", type=int, help="virtual ranks; default: one a process")
-    parser.add_argument("--steps", type=int, default=5)
-    options = parser.parse_args()
-    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        torch.use_deterministic_algorithms(True)
-    else:
+def train(options: argparse.Namespace, device: str = "cpu") -> Learned:
+    if device == "cpu":
         torch.cuda.current_device = lambda: "cpu"
-    with tempfile.TemporaryDirectory() as folder:
-        if "WORLD_SIZE" in os.environ:
-            dist.init_process_group("nccl" if on_gpu else "gloo")
-        else:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        losses, digest = train(options.ranks, options.steps, "cuda" if on_gpu else "cpu")
-        if dist.get_rank() == 0:
-            print(f"loss {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}; hash {digest[:16]}")
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    group, model = ShardGroup(options.ranks, device=device), make_model().to(device).train()
+    apply_cp(model)
+    return learn(group, model, __file__, partial(loss_parts, group), steps=options.steps, lr=3e-3)
 
 
 if __name__ == "__main__":
-    main()
+    main(train, parser("Train a small Megatron-Core GPT by context parallelism.").parse_args())

@@ -37,7 +37,8 @@ def _child(
         torch.save(str(result), f"{folder}/error-{rank}")
         os._exit(1)  # do not wait for peers in the destructors
     torch.save(result, f"{folder}/result-{rank}")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def run_processes(

@@ -1,19 +1,20 @@
-"""Megatron-Core's GPT on chunks of packed documents, against its own attention on the documents one by one."""
+"""Megatron-Core's GPT on chunks of packed documents, against its own attention on the documents one by one.
+
+It wants a process group. A process that has had one must not be forked any more, so the tests run in children.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardsum import ShardGroup
+from tests.processes import run_processes
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -31,16 +32,11 @@ LENGTHS, BORDERS = [9, 0, 4, 11, 1], [0, 7, 7, 15, 25]
 TOKENS = torch.randint(31, (1, 25), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(autouse=True)
-def megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def set_up() -> None:
     if not torch.cuda.is_available():
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # it moves its frequencies there
-        monkeypatch.setattr(CudaRNGStatesTracker, "fork", lambda *_: nullcontext())  # around a dropout of 0
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+        torch.cuda.current_device = lambda: "cpu"  # it moves its frequencies there
+        CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # around a dropout of 0
     parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def make(**options: Any) -> Any:
@@ -54,7 +50,8 @@ def make(**options: Any) -> Any:
     return GPTModel(config, spec, vocab_size=31, max_sequence_length=32, position_embedding_type="rope")
 
 
-def test_loss_and_gradients_of_the_documents_one_by_one() -> None:
+def _loss_and_gradients(rank: int, world_size: int) -> None:
+    set_up()
     model, total = make(), 0.0
     for a, b in zip(BORDERS, BORDERS[1:]):
         if b - a > 1:
@@ -77,7 +74,12 @@ def test_loss_and_gradients_of_the_documents_one_by_one() -> None:
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_refused() -> None:
+def test_loss_and_gradients_of_the_documents_one_by_one() -> None:
+    run_processes(_loss_and_gradients, 1)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    set_up()
     model = make()
     apply_cp(model)
     with pytest.raises(ValueError, match="packed_seq_params: NoneType, expected that of model_inputs"):
@@ -89,3 +91,7 @@ def test_what_is_refused() -> None:
     dropping.config.attention_dropout = 0.1
     with pytest.raises(ValueError, match=r"attention_dropout: 0\.1, expected 0\.0"):
         apply_cp(dropping)
+
+
+def test_what_is_refused() -> None:
+    run_processes(_refused, 1)
