@@ -3,6 +3,7 @@
     python benchmarks/train_step.py --device cuda                            # one GPU
     torchrun --nproc-per-node=2 benchmarks/train_step.py --device cuda       # one sequence over two
     python benchmarks/train_step.py --small                                  # a tiny model on a CPU
+    torchrun --nproc-per-node=2 benchmarks/train_step.py --device cuda --only torch [--small]    # beside "user" alone
 
 A model of 1.04 billion parameters (16 layers of 2048, 32 query and 8 key heads of 64, random weights), 65,536 positions
 of packed documents with exponentially distributed lengths of mean 512, 2048 and 8192, and of one document, bf16,
@@ -50,7 +51,7 @@ from shardsum.tools.bench.timing import Timing, turns
 
 SEED = 3  # of the documents
 MOST_DIFFERENCE = 1e-2
-USER = "user, contiguous"
+NAMES, USER = ("shardsum", "user", "torch"), "user, contiguous"
 SIZES: dict[str, dict[str, int]] = {
     "1B": {
         "hidden_size": 2048,
@@ -105,6 +106,7 @@ class Training:
         self.groups = {"contiguous": ShardGroup(processes, device=device)}
         if processes > 1:
             self.groups["zigzag"] = ShardGroup(2 * processes, placement="zigzag", device=device)
+            self.mesh = init_device_mesh(device.type, (processes,))
         AttentionInterface.register("benchmark", self.attention)
         AttentionMaskInterface.register("benchmark", lambda *_, **__: None)
         torch.manual_seed(0)
@@ -136,10 +138,9 @@ class Training:
     def _gradients_of_torch(self, labels: Tensor) -> Tensor:
         count, positions = (labels != -100).sum(), torch.arange(labels.shape[1], device=labels.device)[None]
         chunks = [self.tokens.clone(), positions, labels]  # cut in place, an early and a late part a process
-        mesh = init_device_mesh(labels.device.type, (self.processes,))
         self.attention.run = _causal
-        with (
-            context_parallel(mesh, buffers=chunks, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(chunks)),
+        with (  # around the backward, too: checkpointed layers run again there
+            context_parallel(self.mesh, buffers=chunks, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(chunks)),
             sdpa_kernel(SDPBackend.FLASH_ATTENTION),
         ):
             return self._backward(*chunks, count)
@@ -185,10 +186,12 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0].transpose(0, 1)
 
 
-def measure(training: Training, meter: Meter, mean: int, borders: list[int]) -> list[Row]:
+def measure(training: Training, meter: Meter, mean: int, borders: list[int], only: Sequence[str]) -> list[Row]:
+    """The ways whose names are ``only``, and the user's, with which all are compared."""
     ways = [f"{name}, {placement}" for placement in training.groups for name in ("shardsum", "user")]
     if len(borders) == 2 and training.processes > 1 and meter.on_gpu:
         ways.append("torch, zigzag")
+    ways = [way for way in ways if way.split(", ")[0] in only or way == USER]
     found = {way: training.loss_and_norm(way, borders) for way in ways}
     for way in ways:
         for a, b in zip(found[way], found[USER]):
@@ -229,7 +232,7 @@ def run(args: argparse.Namespace, device: torch.device) -> list[Row]:
     say(f"\n{HEADER}\n{'|---' * 8}|")
     meter, rows = Meter(device, args.samples, MOST_DIFFERENCE), []
     for mean in args.means:
-        found = measure(training, meter, mean, packed_borders(args.positions, mean, SEED))
+        found = measure(training, meter, mean, packed_borders(args.positions, mean, SEED), args.only)
         rows += found
         say("\n".join(map(line, found)))
         if first and args.json:  # as far as it has come
@@ -244,10 +247,13 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="a tiny model and 256 positions")
     parser.add_argument("--positions", type=int)
     parser.add_argument("--means", type=int, nargs="+", help="mean lengths of the documents")
+    parser.add_argument("--only", choices=NAMES, nargs="+", default=NAMES, help='ways beside "user, contiguous"')
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--json", type=Path, help="where process 0 writes the rows")
     args = parser.parse_args(words)
     args.positions = args.positions or (256 if args.small else 65536)
+    if args.means is None and args.only == ["torch"]:
+        args.means = [args.positions]
     args.means = args.means or ([16, 256] if args.small else [512, 2048, 8192, args.positions])
     return args
 
