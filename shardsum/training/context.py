@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..core.text import brief
 from . import context_ops as ops
+from . import lockstep
 from .context_checks import AttentionOptions, check_shapes, hosted_tensors
 from .context_inner import attend_by
 from .context_kernels import has_lse, kernel_of
@@ -224,9 +225,11 @@ class ContextBatch:
         Raises:
             ValueError: on every process, naming argument, virtual rank and both values.
         """
-        now, ranks = running(self.group), self.group.virtual_ranks
-        if now is not None:
-            options: dict[str, Any] = {"scale": scale, "inner": inner, "return_lse": return_lse}
+        ranks = self.group.virtual_ranks
+        options: dict[str, Any] = {"scale": scale, "inner": inner, "return_lse": return_lse}
+        if torch.compiler.is_compiling() and isinstance(q, Tensor) and len(ranks) > 1 and lockstep.outside_graphs:
+            return lockstep.outside_graphs(self.attention, q, k, v, **options)
+        if (now := running(self.group)) is not None:
             return now.meet("attention", self.attention, (q, k, v), **options)
         try:
             single, qs = hosted_tensors("q", q, ranks)

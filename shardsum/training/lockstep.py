@@ -23,12 +23,18 @@ instead: one torch checkpoint holds the layer of all hosted ranks, and its recom
 process makes the same collective calls in its backward whatever number of ranks it hosts. Random streams are set back
 for the recomputation.
 
+**torch.compile.** A compiled graph is one node of autograd. With a meeting point inside, its backward would have to
+wait in the middle for those of other ranks, which the autograd engine runs one after the other. So a batch's attention
+ends the graph: eager code makes the call, and another graph follows. ``fullgraph=True`` is torch's error with that
+reason. Other meeting points in compiled code are refused.
+
 Backward runs after ``group.lockstep`` has returned, once, from the losses of all hosted ranks together.
 """
 
 from __future__ import annotations
 
 import contextvars
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -44,6 +50,10 @@ from .modes import Modes, is_compiled
 if TYPE_CHECKING:
     from ..group.group import CollectiveGroup
     from .shard_group import ShardGroup
+
+#: ``outside_graphs(call, *args, **options)``: that call, which torch.compile leaves to eager code. None before the
+#: first lockstep beside a compiler: to import one takes seconds.
+outside_graphs: Callable[..., Any] | None = None
 
 #: Collectives whose shards may be a lone virtual rank's Tensor while a lockstep runs.
 _COLLECTIVES = ("exchange", "reduce_scatter", "all_gather", "all_reduce")
@@ -99,6 +109,9 @@ class Lockstep:
             from greenlet import GreenletExit, greenlet
         except ImportError as error:
             raise ImportError('lockstep needs the package greenlet: pip install "shardsum[models]"') from error
+        global outside_graphs
+        if outside_graphs is None and "torch._dynamo" in sys.modules:
+            outside_graphs = torch.compiler.disable(_call, reason="in a lockstep it waits for other functions")
         self._group, self._ranks = group, group.virtual_ranks
         self._outside = Modes.now(group.device)
         self._modes = [self._outside] * len(functions)
@@ -144,9 +157,9 @@ class Lockstep:
         i = self._index
         if is_compiled():
             raise ValueError(
-                f"{name}: virtual rank {self._ranks[i]} calls it in a lockstep inside code under torch.compile, which "
-                "cannot wait for other functions; compile what lies between such calls, or host one virtual rank a "
-                "process"
+                f"{name}: virtual rank {self._ranks[i]} calls it in a lockstep inside code under torch.compile, where "
+                "only a batch's attention can wait for other functions; compile what lies between such calls, or host "
+                "one virtual rank a process"
             )
         modes = Modes.now(self._group.device)
         if self._closed:
@@ -244,6 +257,10 @@ class Lockstep:
             if coroutine and not coroutine.dead:
                 with suppress(Exception):
                     self._resume(i, None, self._exit())
+
+
+def _call(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return call(*args, **options)
 
 
 def _part(result: Any, i: int) -> Any:

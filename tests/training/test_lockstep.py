@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -233,12 +234,49 @@ def test_one_hosted_rank_has_its_streams_too() -> None:
         assert torch.equal(drawn, torch.rand(3))
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_compiled_code_that_would_have_to_wait_is_refused(fullgraph: bool) -> None:
-    group = ShardGroup(2)
-    cp = group.context_parallel([5, 7], [0, 4, 12])
-    compiled = torch.compile(lambda x: cp.attention(x, x, x) + 1, fullgraph=fullgraph, backend="eager")
-    calls = [partial(compiled, torch.randn(n, 2, 8)) for n in (5, 7)]
-    with pytest.raises(Exception, match="attention: virtual rank 0 calls it in a lockstep inside code under"):
-        group.lockstep(calls)
+class Layers(nn.Module):
+    """Two layers of attention of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(16, 64), nn.Linear(32, 16)
+
+    def layer(self, x: torch.Tensor, cp: ContextBatch) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (8, 8)).split([4, 2, 2], 1)
+        return x + self.out(cp.attention(q, k, v).flatten(1)).relu()
+
+    def forward(self, x: torch.Tensor, cp: ContextBatch) -> torch.Tensor:
+        return self.layer(self.layer(x, cp), cp)
+
+
+def test_compiled_code_waits_between_its_graphs() -> None:
+    """Steps of other lengths compile nothing anew, and have the bits of eager code."""
+    torch._dynamo.reset()
+    counter, group, module = CompileCounterWithBackend("aot_eager"), ShardGroup(3), Layers()
+    replicas, compiled, counts = group.replicas(module), torch.compile(Layers.forward, backend=counter), []
+    for step in range(4):
+        lengths = [5 + step, 4, 7 - step]
+        cp = group.context_parallel(lengths, [0, 3, 11, 16])
+        xs, found = [torch.randn(n, 16) for n in lengths], []
+        for run in (Layers.forward, compiled):
+            ys = group.lockstep([partial(run, replica, x, cp) for replica, x in zip(replicas, xs)])
+            sum(y.square().sum() for y in ys).backward()
+            group.reduce_gradients(replicas)
+            found.append([*(y.detach() for y in ys), *(p.grad for p in module.parameters())])
+            module.zero_grad(set_to_none=True)
+        assert all(map(bits.equal, *found))
+        counts.append(counter.frame_count)
+    assert counts[-1] == counts[1] > 0
+
+
+def test_compiled_code_that_cannot_wait_is_refused() -> None:
+    group, x = ShardGroup(2), torch.randn(5, 2, 8)
+    cp = group.context_parallel([5, 5], [0, 4, 10])
+    whole = torch.compile(lambda x: cp.attention(x, x, x) + 1, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="in a lockstep it waits for other functions"):
+        group.lockstep([partial(whole, x)] * 2)
+    gather = torch.compile(lambda x: cp.gather(x) + 1, backend="eager")
+    with pytest.raises(Exception, match="gather: virtual rank 0 calls it in a lockstep inside code under"):
+        group.lockstep([partial(gather, x)] * 2)
     assert group.lockstep([lambda: 1, lambda: 2]) == [1, 2]
