@@ -3,20 +3,21 @@
     torchrun --nproc-per-node=2 benchmarks/tag_cost.py [--rounds 400] [--json FILE]
     torchrun --nproc-per-node=4 benchmarks/tag_cost.py
 
-Both variants are one plan on one set of connections (two sets differ by more than tags cost). "without": exchanges
-have no numbers, and transfers all carry tag 0, so that gloo pairs them by their order. They take turns in one run, in
+Both variants are one plan on one set of connections (two sets differ by more than tags cost). "without": the wire is
+not told that an exchange begins, so its transfers have no number but their order. They take turns in one run, in
 alternating order. Figures are microseconds a call of the slowest process: medians over the rounds, and the median of
-what a round's two differ by. "host" is the processor time of the tags alone, with warm caches: of an exchange's number
-and hash, and of one transfer's tag.
+what a round's two differ by. Rounds come in blocks. A block counts where the processors had little else to do: less
+than ``--others`` of their time (Linux); the others are repeated, for a while. "host" is the processor time of an
+exchange's beginning alone, with warm caches.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,91 +29,108 @@ from shardsum.core import bits
 from shardsum.tools.bench.rows import environment
 from shardsum.tools.bench.timing import Processes
 from shardsum.tools.launcher import launched
-from shardsum.transports import Stamp, TaggedWire
+from shardsum.transports import Stamp
 
 BYTES = 64 << 10
 BURST = 5
+BLOCK = 25  # rounds
+ATTEMPTS = 20  # blocks for each that is to count
 
 
-class Switched(TaggedWire):
-    """The group's own wire, of which tags can be switched off: then transfers are paired by the order in which they
-    start."""
-
-    tagged = True
-
-    def begin(self, stamp: Stamp, call: int) -> None:
-        if self.tagged:
-            super().begin(stamp, call)
-        else:
-            self.close()
-            self._tags = 0
-
-    def _next_tag(self) -> int:
-        return super()._next_tag() if self.tagged else 0
+def busy_seconds() -> float:
+    """Processor time of the whole machine since it started, without idle time; 0 where it is not known."""
+    try:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except OSError:
+        return 0.0
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # idle, and waiting for disks
 
 
-def host_us(wire: Any) -> tuple[float, float]:
-    """Microseconds of an exchange's beginning, and of a transfer's tag."""
-    stamp, found = Stamp(1234567, "all_reduce"), []
-    calls: list[Callable[[], Any]] = [lambda: TaggedWire.begin(wire, stamp, 1), lambda: TaggedWire._next_tag(wire)]
-    for call in calls:
-        times = []
-        for _ in range(51):
-            begin = time.process_time()
-            for _ in range(2000):
-                call()
-            times.append((time.process_time() - begin) / 2000 * 1e6)
-        found.append(statistics.median(times))
-    return found[0], found[1]
+def host_us(wire: Any) -> float:
+    """Microseconds of an exchange's beginning."""
+    stamp, times = Stamp(1234567, "all_reduce"), []
+    for _ in range(51):
+        begin = time.process_time()
+        for _ in range(2000):
+            wire.begin(stamp, 1)
+        times.append((time.process_time() - begin) / 2000 * 1e6)
+    return statistics.median(times)
 
 
-def compare(name: str, transport: str, processes: Processes, rounds: int) -> tuple[dict[str, float], Any]:
-    """A row, and the wire. ``name``: all_reduce or reduce_scatter."""
-    group, n = ShardGroup(transport=transport), BYTES // 4
-    wire: Any = group.wire
-    wire.__class__ = Switched
-    lengths = [n - 37 * r for r in range(group.num_virtual_ranks)]
-    x = torch.randn(lengths[group.rank])
-    plan: Any = group.plan(name, lengths, size=n, dtype=torch.float32)
+class Comparison:
+    """Calls with tags and without, in turns. ``name``: all_reduce or reduce_scatter."""
 
-    def sample(tagged: bool) -> float:
-        wire.tagged = tagged
-        processes.slowest(0)
+    def __init__(self, name: str, transport: str, processes: Processes) -> None:
+        self.group, n = ShardGroup(transport=transport), BYTES // 4
+        lengths = [n - 37 * r for r in range(self.group.num_virtual_ranks)]
+        self._x, self._processes = torch.randn(lengths[self.group.rank]), processes
+        self._plan: Any = self.group.plan(name, lengths, size=n, dtype=torch.float32)
+        self._plan(self._x)
+        self._stamps = {True: self._plan._prepared._stamp, False: None}
+        assert bits.equal(*[self._call(tagged) for tagged in (True, False)])
+
+    def _call(self, tagged: bool) -> Any:
+        self._plan._prepared._stamp = self._stamps[tagged]
+        return self._plan(self._x)
+
+    def _sample(self, tagged: bool) -> float:
+        self._call(tagged)
+        self._processes.slowest(0)
         begin = time.perf_counter()
         for _ in range(BURST):
-            plan(x)
-        return processes.slowest((time.perf_counter() - begin) / BURST) * 1e6
+            self._plan(self._x)
+        return self._processes.slowest((time.perf_counter() - begin) / BURST) * 1e6
 
-    results = []
-    for wire.tagged in (True, False):
-        results.append(plan(x))
-    assert bits.equal(*results)
-    measured: dict[bool, list[float]] = {True: [], False: []}
-    for i in range(rounds):
-        for tagged in (bool(i % 2), not i % 2):
-            measured[tagged].append(sample(tagged))
-    apart = statistics.median(a - b for a, b in zip(measured[True], measured[False]))
-    with_tags, without = (statistics.median(measured[tagged]) for tagged in (True, False))
-    least = {f"least {text}": min(measured[tagged]) for text, tagged in (("with", True), ("without", False))}
-    return {"with": with_tags, "without": without, "difference": apart, "percent": 100 * apart / without, **least}, wire
+    def block(self) -> tuple[list[tuple[float, float]], float]:
+        """Pairs (with, without), and the part of the processors' time that other work took."""
+        begin, busy, own = time.perf_counter(), busy_seconds(), time.process_time()
+        pairs = []
+        for i in range(BLOCK):
+            found = {tagged: self._sample(tagged) for tagged in (bool(i % 2), not i % 2)}
+            pairs.append((found[True], found[False]))
+        seconds, own = time.perf_counter() - begin, time.process_time() - own
+        others = busy_seconds() - busy - self._processes.slowest(own) * dist.get_world_size()
+        return pairs, self._processes.slowest(others / seconds / (os.cpu_count() or 1))
+
+    def row(self, rounds: int, most: float) -> dict[str, float]:
+        blocks: list[tuple[list[tuple[float, float]], float]] = []
+        wanted = -(-rounds // BLOCK)
+        for _ in range(ATTEMPTS * wanted):
+            blocks.append(self.block())
+            if sum(others <= most for _, others in blocks) == wanted:
+                break
+        quiet = sorted(blocks, key=lambda block: block[1])[:wanted]
+        pairs = [pair for block, _ in quiet for pair in block]
+        with_tags, without = (statistics.median(side) for side in zip(*pairs))
+        apart = statistics.median(a - b for a, b in pairs)
+        least = {f"least {text}": min(side) for text, side in zip(("with", "without"), zip(*pairs))}
+        return {
+            "with": with_tags,
+            "without": without,
+            "difference": apart,
+            "percent": 100 * apart / without,
+            **least,
+            "others percent": 100 * max(others for _, others in quiet),
+        }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--others", type=float, default=0.05)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with launched("cpu", 120):
         processes = Processes(dist.new_group(backend="gloo"))
-        rows = {}
+        rows: dict[str, dict[str, float]] = {}
         for transport, name in (
             ("gather", "all_reduce"),
             ("all_to_all", "all_reduce"),
             ("all_to_all", "reduce_scatter"),
         ):
-            rows[f"{name} by {transport}"], wire = compare(name, transport, processes, args.rounds)
-        begin, tag = host_us(wire)
-        rows["host"] = {"exchange": begin, "transfer": tag}
+            comparison = Comparison(name, transport, processes)
+            rows[f"{name} by {transport}"] = comparison.row(args.rounds, args.others)
+        rows["host"] = {"exchange": host_us(comparison.group.wire)}
         if dist.get_rank() == 0:
             print(
                 f"{dist.get_world_size()} processes, {BYTES >> 10} KiB of fp32, {args.rounds} rounds of {BURST} calls"

@@ -23,6 +23,7 @@ from ..native import loader as native
 from ..transports import Wire, stamp
 from ..transports.headers import Headers
 from .failures import Failures, weakly
+from .regions import Regions
 from .side_channel import LONGEST_PAUSE_S, StoreGone
 
 Signature = Mapping[str, Any]
@@ -86,6 +87,7 @@ class Agreement(Failures):
         self.refused = 0
         self.forget: Callable[[], None] = lambda: None
         self._agreed: set[int] = set()
+        self._regions = Regions()
 
     def load_native(self) -> None:
         """Load the native library, building it if need be; the others wait for that beyond their timeout."""
@@ -136,7 +138,8 @@ class Agreement(Failures):
             raise RuntimeError(f"this group failed earlier and cannot be used again; make a new one. {self.failed}")
         self._name = name
         self.look()
-        self.call, self.origin = self.call + 1, 0
+        self.call = call = self.call + 1
+        self.origin = self._regions.origin(call)
 
     def agree(self, name: str, signature: Signature, info: Any = None) -> list[Any]:
         """Compare ``signature`` with the other processes' when it is new (or always).

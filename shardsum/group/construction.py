@@ -82,4 +82,4 @@ def construct(
         if transport == "peer" and peers.reason is not None:
             raise ValueError(f'transport: "peer" cannot be used: {peers.reason}')
     router = Router(agreed, transport, table, peers)
-    return Built(Planner(Executor(owners, rank, wire, router, peers), agreement, where), pg, agreed, wire)
+    return Built(Planner(Executor(owners, rank, wire, router, agreement, peers), agreement, where), pg, agreed, wire)

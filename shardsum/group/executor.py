@@ -9,9 +9,9 @@ one travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,16 @@ from .routes import Route, Router, fingerprint, rows_per_chunk, stamp_of, two_sh
 from .terms import Reduce, Terms
 
 
+class Calls(Protocol):
+    """Attributes:
+    call: the number of the current call.
+    origin: of the one whose backward it is, or that it repeats in one; 0 for neither.
+    """
+
+    call: int
+    origin: int
+
+
 class Executor:
     """The exchanges of one group on this process.
 
@@ -39,26 +49,28 @@ class Executor:
         rank: this process.
         wire: how bytes travel; None for a lone process.
         router: chooses how.
+        calls: knows the numbers of the current call.
         peers: the peer transport, where processes can map each other's memory.
 
     Attributes:
         last: the route of the last exchange.
-        call_number: gives the number of the call that an exchange belongs to.
-        origin: gives the number of the call whose backward it is; 0 for none. Messages carry it, too: backward passes
-            of equal calls must not meet in another order.
         state: one int64 that native operators share with Python (:mod:`shardsum.transports.peer.operators`).
     """
 
     def __init__(
-        self, owners: Sequence[int], rank: int, wire: Wire | None, router: Router, peers: Peers | None = None
+        self,
+        owners: Sequence[int],
+        rank: int,
+        wire: Wire | None,
+        router: Router,
+        calls: Calls,
+        peers: Peers | None = None,
     ) -> None:
-        self.owners, self.rank, self.wire, self.router = tuple(owners), rank, wire, router
+        self.owners, self.rank, self.wire, self.router, self.calls = tuple(owners), rank, wire, router, calls
         self.world_size = router.world_size
         self.virtual_ranks = tuple(v for v, owner in enumerate(self.owners) if owner == rank)
         self.peers = peers if peers is not None and peers.reason is None else None
         self.last: Route | None = None
-        self.call_number: Callable[[], int] = lambda: 0
-        self.origin: Callable[[], int] = lambda: 0
         self.state = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def layout(self, terms: Terms) -> ExchangePlan:
@@ -82,14 +94,15 @@ class Executor:
     def begin(self, route: Route, stamp: Stamp | None) -> None:
         """Note the route of a new call, count its bytes from 0, and stamp its transfers."""
         self.last = route
-        if self.wire is not None:
-            self.wire.traffic.sent = self.wire.traffic.received = 0
+        wire, calls = self.wire, self.calls
+        if wire is not None:
+            wire.traffic.sent = wire.traffic.received = 0
             if stamp is not None:
-                self.wire.begin(stamp.of(self.origin()), self.call_number())
+                wire.begin(stamp, calls.call, calls.origin)
 
     def peer_number(self) -> int:
         """What a launch over peer memory carries as the number of its call."""
-        return number_of(self.call_number(), self.origin())
+        return number_of(self.calls.call, self.calls.origin)
 
 
 class Prepared:

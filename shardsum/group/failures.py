@@ -44,7 +44,7 @@ class Failures:
 
     Attributes:
         call: the number of the current call.
-        origin: the number of the call whose backward it is; 0 where it is none.
+        origin: the number of the call whose backward it is, or that it repeats (:mod:`.regions`); 0 for neither.
         failed: why the group cannot be used any more, or None.
         busy: to be held by whoever uses the group.
     """

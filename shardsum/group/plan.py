@@ -121,7 +121,8 @@ class Plan(Generic[R]):
                 return self.run_call(shards, out, lengths, True, origin)
         planner, name = self._planner, self.terms.name
         planner.enter(name)
-        planner.agreement.origin = origin
+        if origin:
+            planner.agreement.origin = origin
         try:  # as ``with planner.calling(name)``, in half the time
             if self._bound is not None and lengths is None and self._agreed[False]:
                 result = launch(self._planner, self._bound, shards, out)

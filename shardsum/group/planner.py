@@ -65,7 +65,6 @@ class Planner:
         self.by_arguments: dict[Hashable, Plan] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.setting = partial(Setting, self.num_virtual_ranks, self.world_size)
-        executor.call_number, executor.origin = lambda: agreement.call, lambda: agreement.origin
         self._state = ctypes.c_int64.from_address(executor.state.data_ptr())
         autograd.groups[self.name] = self
 

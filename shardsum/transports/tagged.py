@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,11 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import watch
-from .headers import TURN, TURN_OF_CALLS
 from .store import StoreGone
-from .wire import Stamp, Step, Wire, as_bytes, open_calls
+from .wire import Begun, Stamp, Step, Wire, as_bytes, open_calls
 
 _TAGS = (1 << 31) - 1  # the largest tag of gloo's
+#: What the numbers of an exchange and of its call are multiplied by. While both differ by at most 256 between two
+#: exchanges of one stamp, the tags of the one are more than 10,000 away from those of the other.
+_TURN, _TURN_OF_CALLS = 0x2D2AA505, 0x3E473745
 #: Tags of :meth:`TaggedWire.send` lie this many transfers behind those of the collectives of the same exchange.
 _CHUNKS = 1 << 20
 _MOST_UNDER_WAY = 256  # transfers of handles that nobody has waited for
@@ -52,9 +53,9 @@ class TaggedWire(Wire):
     ) -> None:
         super().__init__(group, group.rank(), group.size(), timeout)
         self.guard = guard
-        self._steps: deque[Step] = deque(maxlen=_HISTORY)
-        self._waits: tuple[int, Step] | None = None  # for which process, in what: a new object for every wait
-        self._seen: tuple[int, Step] | None = None  # the one at the last look
+        self._steps: list[Begun | None] = [None] * _HISTORY  # where they lie: number modulo _HISTORY
+        self._waits: tuple[int, Begun] | None = None  # for which process, in what: a new object for every wait
+        self._seen: tuple[int, Begun] | None = None  # the one at the last look
         self._published = False
         self._next_look, self._pause = 0.0, 0.0
         self._verdict: str | None = None
@@ -65,26 +66,26 @@ class TaggedWire(Wire):
         self._from = [(self.rank - i) % self.world_size for i in turns]
         self._tags = self._transfers = self._started = 0
         self._met = True
-        self._works: dict[int, tuple[Step, list[tuple[int, dist.Work]]]] = {}
+        self._works: dict[int, tuple[Begun, list[tuple[int, dist.Work]]]] = {}
 
-    def begin(self, stamp: Stamp, call: int) -> None:
+    def begin(self, stamp: Stamp, call: int, origin: int = 0) -> None:
+        # It runs once in some hundred microseconds, with cold caches: what counts is how much code and memory it
+        # touches. So steps are plain tuples, and the tags' numbers small ints.
         if self._failed is not None or open_calls:
             self.close()
-        number = self.step[0] + 1
-        self.step = step = tuple.__new__(Step, (number, stamp, call))  # as Step(...), in a third of the time
-        self._steps.append(step)
-        self._tags, self._transfers = (stamp[0] + number * TURN + call * TURN_OF_CALLS) >> 20 & _TAGS, 0
-
-    def _next_tag(self) -> int:
-        self._transfers += 1
-        return self._tags + self._transfers & _TAGS
+        if origin:
+            stamp = stamp.of(origin)
+        number = self._step[0] + 1
+        self._step = self._steps[number % _HISTORY] = number, stamp, call
+        self._tags, self._transfers = stamp[0] + number * _TURN + call * _TURN_OF_CALLS & _TAGS, 0
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Any:
         everyone, own = as_bytes(out), as_bytes(mine)
         self.count(own.numel() * (self.world_size - 1), 1, 1)
         if not own.numel():
             return self._under_way([])
-        tag, parts = self._next_tag(), everyone.split(own.numel())
+        self._transfers += 1
+        tag, parts = self._tags + self._transfers & _TAGS, everyone.split(own.numel())
         works = [self._post(self.group.recv, parts[p], p, tag) for p in self._from]
         works += [self._post(self.group.send, own, p, tag) for p in self._to]
         if parts[self.rank].data_ptr() != own.data_ptr():
@@ -92,7 +93,8 @@ class TaggedWire(Wire):
         return self._under_way(works)
 
     def all_to_all(self, out: Tensor, mine: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Any:
-        itemsize, tag = mine.element_size(), self._next_tag()
+        self._transfers += 1
+        itemsize, tag = mine.element_size(), self._tags + self._transfers & _TAGS
         self.count(itemsize, mine.numel(), out.numel())
         received = as_bytes(out).split([n * itemsize for n in out_splits])
         sent = as_bytes(mine).split([n * itemsize for n in in_splits])
@@ -144,7 +146,7 @@ class TaggedWire(Wire):
         message is gone when it comes."""
         self._started += 1
         if works:
-            self._works[self._started] = self.step, works
+            self._works[self._started] = self._step, works
             if len(self._works) > _MOST_UNDER_WAY:
                 self.wait(min(self._works), torch.device("cpu"))
         return self._started
@@ -179,10 +181,10 @@ class TaggedWire(Wire):
 
     def state(self) -> dict[str, Any]:
         """The last exchanges of this process, as JSON, and the one it waits in, with the process it waits for."""
-        waits = self._waits
+        waits, steps = self._waits, sorted(step for step in list(self._steps) if step is not None)
         return {
-            "steps": [[s.number, s.stamp.hash, s.call, s.stamp.text] for s in list(self._steps)],
-            "waits": waits and [waits[0], waits[1].number, waits[1].stamp.text, waits[1].call],
+            "steps": [[number, stamp.hash, call, stamp.text] for number, stamp, call in steps],
+            "waits": waits and [waits[0], waits[1][0], waits[1][1].text, waits[1][2]],
         }
 
     def look(self) -> None:
@@ -201,8 +203,9 @@ class TaggedWire(Wire):
         self._next_look = now + self._pause
         self._published = True
         guard.board.publish()
-        verdict = guard.board.find(self) or guard.elsewhere(waits[1])
+        step = Step(*waits[1])
+        verdict = guard.board.find(self) or guard.elsewhere(step)
         if verdict is not None and self._waits is waits:
             self._verdict = verdict
-            guard.condemn(waits[1], verdict)
+            guard.condemn(step, verdict)
             self._close_connections()

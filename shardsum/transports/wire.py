@@ -50,6 +50,10 @@ class Step(NamedTuple):
         return f"{self.stamp.text} (call {self.call})"
 
 
+#: A :class:`Step` as a plain tuple, which is made in less time.
+Begun = tuple[int, Stamp, int]
+
+
 def stamp(name: str, signature: Mapping[str, Any]) -> Stamp:
     """The stamp of an exchange.
 
@@ -115,17 +119,28 @@ class Wire:
         self.rank, self.world_size = rank, world_size
         self.headers = headers
         self.traffic = Traffic()
-        self.step = Step(0, Stamp(0, "nothing"), 0)
+        self._step: Begun = (0, Stamp(0, "nothing"), 0)
         self._failed: str | None = None
         self._met = False
         _wires.add(self)
 
-    def begin(self, stamp: Stamp, call: int) -> None:
-        """Begin an exchange; what an earlier one left open is completed first (:meth:`close`)."""
+    @property
+    def step(self) -> Step:
+        """The exchange that has begun last."""
+        return Step(*self._step)
+
+    def begin(self, stamp: Stamp, call: int, origin: int = 0) -> None:
+        """Begin an exchange; what an earlier one left open is completed first (:meth:`close`).
+
+        Args:
+            call: the number of the call that it belongs to.
+            origin: of the call whose backward it is, or that it repeats in a backward pass; 0 for neither. Messages
+                carry it, too: the backward passes of equal calls must not meet in another order.
+        """
         self.close()
-        self.step = Step(self.step.number + 1, stamp, call)
+        self._step = step = Step(self._step[0] + 1, stamp.of(origin), call)
         if self.headers is not None:
-            self.headers.begin(self.step)
+            self.headers.begin(step)
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Any:
         """Start gathering ``mine`` of every process into ``out``, both contiguous, ``out`` G times as large.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from shardsum import ShardGroup
 from shardsum.group import routes
@@ -31,6 +32,7 @@ class Calls:
         self.exchange_and_back()
         self.gather_and_back()
         self.four(self.other)
+        assert self.regions_in_turn((1, 0)).tolist() == [10.0] * 4
         for padded in (False, True) if transport == "gather" else (False,):
             assert self.backward_in_turn((1, 0), padded).tolist() == [10.0] * 4
 
@@ -79,6 +81,20 @@ class Calls:
         assert x.grad is not None
         return x.grad
 
+    def regions_in_turn(self, order: tuple[int, int]) -> torch.Tensor:
+        """Two equal calls that backward makes again, whose own backward moves nothing."""
+        x = torch.ones(4, requires_grad=True)
+
+        def region(x: torch.Tensor) -> torch.Tensor:
+            y = self.group.all_reduce(x, [4, 4])
+            return y * y / 4
+
+        ys = [checkpoint(region, x * i, use_reentrant=False) for i in (1, 2)]
+        for i in order:
+            (ys[i].sum() * 2).backward()
+        assert x.grad is not None
+        return x.grad
+
 
 #: What process 0 and process 1 do, and what both must read.
 DIVERGENCES: dict[str, tuple[Callable[[Calls], list[Any]], Callable[[Calls], list[Any]], tuple[str, ...]]] = {
@@ -106,6 +122,11 @@ DIVERGENCES: dict[str, tuple[Callable[[Calls], list[Any]], Callable[[Calls], lis
         )
         for text, padded in (("lengths on the host", False), ("on the device", True))
     },
+    "checkpointed regions run again": (
+        lambda c: [lambda: c.regions_in_turn((0, 1))],
+        lambda c: [lambda: c.regions_in_turn((1, 0))],
+        ("is in all_reduce(", ") of call "),
+    ),
     "groups in another order": (
         lambda c: [lambda: c.four(c.other), c.four],
         lambda c: [c.four, lambda: c.four(c.other)],
