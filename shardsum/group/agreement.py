@@ -25,39 +25,11 @@ from ..transports.headers import Headers
 from .failures import Failures, weakly
 from .regions import Regions
 from .side_channel import LONGEST_PAUSE_S, StoreGone
+from .statements import common_error, compare, settle
 
 Signature = Mapping[str, Any]
 
 _MAX_AGREED = 1 << 16  # signatures remembered: every new set of host lengths is one
-
-
-def compare(statements: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """The sentence that names the first error or difference, the same on every process; None when all agree."""
-    for process, statement in sorted(statements.items()):
-        if statement["error"] is not None:
-            return f"{statement['name']}: process {process}: {statement['error']}"
-    base, first = min(statements.items())
-    for process, statement in sorted(statements.items()):
-        if statement["name"] != first["name"]:
-            return f"process {base} calls {first['name']}, process {process} calls {statement['name']}"
-        mine, other = first["signature"], statement["signature"]
-        for field in sorted({**mine, **other}, key=lambda field: field not in mine or field not in other):
-            ours, theirs = mine.get(field), other.get(field)
-            if ours != theirs:
-                return f"{first['name']}: {field} differs: process {base} has {ours}, process {process} has {theirs}"
-    return None
-
-
-def common_error(text: str) -> ValueError:
-    """The error of processes that called with different values, or of which one called with bad ones: the same sentence
-    on every process, so nobody states it again."""
-    error = ValueError(text)
-    error.is_common = True  # type: ignore[attr-defined]
-    return error
-
-
-def is_common(error: BaseException) -> bool:
-    return getattr(error, "is_common", False)
 
 
 class Agreement(Failures):
@@ -153,16 +125,30 @@ class Agreement(Failures):
         """
         if self.world_size == 1:
             return [info]
+        return [s["info"] for s in self._compared(name, signature, info, None)]
+
+    def choose(self, name: str, signature: Signature, other: Signature | None = None) -> bool:
+        """As :meth:`agree`, of a call that this process may mean in another way: whether all processes together mean
+        ``other`` (:func:`settle`)."""
+        if self.world_size == 1:
+            return False
+        statements = self._compared(name, signature, None, other)
+        return bool(statements) and statements[self.rank]["settled"]
+
+    def _compared(self, name: str, signature: Signature, info: Any, other: Signature | None) -> list[dict[str, Any]]:
+        """Everybody's statements of a call where they were exchanged, else []."""
         key = hash(f"{name}{signature}")  # of this process alone: what is compared are the statements
         if key in self._agreed and self.check == "first" and not self.wary:
             return []
-        self._state(name, signature, None, info)
+        self._state(name, signature, None, info, other)
         statements = self._collect(name)
+        if statements[self.rank]["settled"]:
+            key = hash(f"{name}{other}")
         if key not in self._agreed and len(self._agreed) >= _MAX_AGREED:  # on every process at once
             self._agreed.clear()
             self.forget()
         self._agreed.add(key)
-        return [s["info"] for s in statements]
+        return statements
 
     def refuse(self, name: str, error: Exception, counted: bool = False) -> ValueError:
         """State this process's own error, so that the others raise it too; returns what to raise.
@@ -227,9 +213,11 @@ class Agreement(Failures):
         said = [p for p in processes if store.check(f"failed/{p}")]
         return [p for p in said if not store.check(f"{self.call}/{p}")]
 
-    def _state(self, name: str, signature: Signature, error: str | None, info: Any = None) -> None:
-        statement = {"name": name, "signature": dict(signature), "error": error, "info": info}
-        statement["refused"] = self.refused
+    def _state(
+        self, name: str, signature: Signature, error: str | None, info: Any = None, other: Signature | None = None
+    ) -> None:
+        statement = {"name": name, "signature": dict(signature), "error": error, "info": info, "other": other}
+        statement |= {"refused": self.refused, "settled": False}
         if not self.side.name:
             self.side.meet(self.timeout.total_seconds())
         key = f"{self.call}/{self.rank}"
@@ -259,6 +247,7 @@ class Agreement(Failures):
             else:
                 break
         self._check_refused(name, found)
+        settle(found)
         message = compare(found)
         self.wary = message is not None
         if message is not None:

@@ -1,12 +1,23 @@
-"""One call at a time: a second thread gets an error, an interrupted call ends its group, a forked child is refused."""
+"""One call at a time: a second thread gets an error, an interrupted call ends its group, a forked child is refused, and
+so is a call while Python ends."""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
+
+
+def refuse_at_exit(is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+    """RuntimeError while the interpreter clears its modules (in ``__del__``): a wait there ends the process (SIGABRT).
+    Functions of atexit come before that. (The default argument outlives this module's globals.)"""
+    if is_finalizing():
+        raise RuntimeError(
+            "Python is ending: no more calls of a ShardGroup; make them before, or in an atexit function"
+        )
 
 
 class _Lock:
@@ -40,6 +51,7 @@ class Busy:
         self._abandon, self._pid = abandon, os.getpid()
 
     def __enter__(self) -> None:
+        refuse_at_exit()
         state = self._lock
         if state is None:
             return

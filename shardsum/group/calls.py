@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from marshal import dumps, loads
 from typing import Any
 
@@ -11,13 +12,13 @@ from torch import Tensor
 
 from ..core.checks import as_ints, is_count, needs_grad
 from ..core.checks import describe as describe_value
-from .agreement import common_error
 from .arguments import Shards, check_out, classify_lengths, hosted_shards
 from .collectives import TAKES, Options, describe
 from .forms import deliver, is_single, traced
 from .handle import Handle
 from .plan import Plan
 from .planner import Planner
+from .statements import common_error
 from .terms import Terms
 
 _is_compiling = torch.compiler.is_compiling
@@ -76,9 +77,12 @@ def _make(
 ) -> Plan:
     """The plan of checked arguments; new ones are compared with the other processes'."""
     try:
-        hosted, terms = _describe(planner, name, shards, lengths, options)
+        hosted, terms = _describe(planner, name, shards, lengths, options, out)
         planner.check_values(terms)
+        other = _other_reading(planner, shards, terms, out)
         plan = planner.find(terms)
+        if plan is None and other is not None:
+            plan = planner.find(other)
         if plan is not None:
             return plan
         plan = Plan(planner, terms)
@@ -90,17 +94,16 @@ def _make(
             raise planner.refuse(name, error) from error
     grads = not terms.local_adjoint and needs_grad(hosted)
     with planner.calling(name):
-        return planner.agreed(terms, grads)
+        return planner.agreed(terms, grads, other)
 
 
 def _describe(
-    planner: Planner, name: str, shards: Shards, lengths: Any, options: Options
+    planner: Planner, name: str, shards: Shards, lengths: Any, options: Options, out: Any
 ) -> tuple[list[Tensor], Terms]:
     if name != "exchange" and not isinstance(lengths, Tensor):
         lengths = as_ints("lengths", lengths, planner.num_virtual_ranks)
-    hosted = hosted_shards(
-        shards, planner.virtual_ranks, planner.shard_device, _row_dims(shards, lengths, options, planner)
-    )
+    row_dims = _row_dims(shards, options.in_intervals if name == "exchange" else lengths, options, planner, out)
+    hosted = hosted_shards(shards, planner.virtual_ranks, planner.shard_device, row_dims)
     first = hosted[0]
     if name != "exchange":
         form, values = classify_lengths(lengths, planner.num_virtual_ranks, planner.virtual_ranks, first.device)
@@ -150,6 +153,7 @@ def _describe_counted(
     planner: Planner, name: str, shards: Shards, options: Options
 ) -> tuple[list[Tensor], Terms, list[int]]:
     """The hosted shards, their row counts, and terms that hold but for lengths, sinks and a default size."""
+    _refuse_stacked(shards, planner)
     hosted = hosted_shards(shards, planner.virtual_ranks, planner.shard_device)
     counts = [s.shape[0] for s in hosted]
     setting = planner.setting(tuple(hosted[0].shape[1:]), hosted[0].dtype)
@@ -161,6 +165,17 @@ def _describe_counted(
     return hosted, terms, counts
 
 
+def _refuse_stacked(shards: Shards, planner: Planner) -> None:
+    """ValueError for stacked shards whose rows are to be counted: of one hosted rank they could not be told from a
+    shard of one row, and a program's meaning must not depend on the number of processes."""
+    k = len(planner.virtual_ranks)
+    if k > 1 and isinstance(shards, Tensor) and shards.dim() > 1 and shards.shape[0] == k:
+        raise ValueError(
+            f"shards: one stacked Tensor ({k}, S_MAX, *F) goes with lengths; pass them, or a list of {k} Tensors: "
+            "list(shards)"
+        )
+
+
 def _trace(
     planner: Planner, name: str, shards: Shards, lengths: Any, options: Options, out: Any, async_op: bool
 ) -> Any:
@@ -170,8 +185,9 @@ def _trace(
             raise ValueError(
                 "lengths: None needs a host exchange on every call; pass ints or a tensor in compiled code"
             )
+        _refuse_stacked(shards, planner)
         lengths = [s.shape[0] for s in hosted_shards(shards, planner.virtual_ranks, planner.shard_device)]
-    hosted, terms = _describe(planner, name, shards, lengths, options)
+    hosted, terms = _describe(planner, name, shards, lengths, options, out)
     given = lengths if terms.device_lengths else None
     if out is not None:
         check_out(out, hosted, terms.reduce.dtype, None)
@@ -210,20 +226,50 @@ def _holds_buffer(value: Any) -> bool:
     return any(map(_holds_buffer, value)) if isinstance(value, (list, tuple)) else isinstance(value, bytes)
 
 
-def _row_dims(shards: Shards, lengths: Any, options: Options, planner: Planner) -> int | None:
+def _row_dims(shards: Shards, held: Any, options: Options, planner: Planner, out: Any) -> int | None:
     """The trailing dimensions of the shards where one stacked tensor ``(1, S_MAX, *F)`` stands for one hosted rank:
-    where it would hold fewer rows than its length, or than the result has, if it were a shard itself."""
-    if len(planner.virtual_ranks) > 1 or not isinstance(shards, Tensor) or shards.dim() < 2 or shards.shape[0] != 1:
+    where it would hold fewer rows than its length, or than the result has, if it were a shard itself; and where ``out``
+    has the dimensions of that reading.
+
+    Args:
+        held: lengths of any form, or the intervals that the ranks hold.
+    """
+    if not _has_one_row(shards, planner):
         return None
-    count = planner.num_virtual_ranks
-    if isinstance(lengths, Tensor) and not (lengths.is_cpu and tuple(lengths.shape) == (count,)):
+    assert isinstance(shards, Tensor)
+    stacked, count = shards.dim() - 2, planner.num_virtual_ranks
+    if isinstance(held, Tensor) and not (held.is_cpu and tuple(held.shape) == (count,)):
         if options.size is None or options.size > 1:  # None is refused later
-            return shards.dim() - 2
+            return stacked
         raise ValueError(
             f"shards: {describe_value(shards)} may be one shard of one row, or stacked shards (1, S_MAX, *F); with "
             "lengths on the device and a result of one row pass a list of one Tensor"
         )
-    if lengths is None or len(lengths) != count:  # of an exchange; device lengths, refused later
+    first = out[0] if isinstance(out, (list, tuple)) and len(out) == 1 else out
+    if isinstance(first, Tensor) and first.dim() == stacked + 1:
+        return stacked
+    if held is None or len(held) != count:  # refused later
         return None
-    mine = lengths[planner.virtual_ranks[0]]
-    return shards.dim() - 2 if (_is_compiling() or is_count(mine)) and mine > 1 else None
+    mine = held[planner.virtual_ranks[0]]
+    if options.in_intervals is not None:
+        try:
+            mine = mine[1] - mine[0]
+        except (TypeError, IndexError):  # refused later
+            return None
+    return stacked if (_is_compiling() or is_count(mine)) and mine > 1 else None
+
+
+def _other_reading(planner: Planner, shards: Shards, terms: Terms, out: Any) -> Terms | None:
+    """The terms of stacked shards ``(1, S_MAX, *F)``, where one row that was taken for a shard may be meant so: what
+    the other processes pass decides."""
+    if planner.world_size == 1 or out is not None or not _has_one_row(shards, planner):
+        return None
+    if terms.device_lengths or len(terms.row_shape) != shards.dim() - 1:  # type: ignore[union-attr]
+        return None
+    begin, end = terms.sources[planner.virtual_ranks[0]]
+    return replace(terms, row_shape=terms.row_shape[1:]) if end - begin <= terms.row_shape[0] else None
+
+
+def _has_one_row(shards: Shards, planner: Planner) -> bool:
+    """Whether the shards may be one shard of one row, or stacked shards of one hosted rank."""
+    return len(planner.virtual_ranks) == 1 and isinstance(shards, Tensor) and shards.dim() > 1 and shards.shape[0] == 1

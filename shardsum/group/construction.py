@@ -19,6 +19,7 @@ from ..transports.domains import check as check_domains
 from ..transports.peer.peers import Peers
 from . import membership
 from .agreement import Agreement
+from .busy import refuse_at_exit
 from .executor import Executor
 from .planner import Planner
 from .routes import Router
@@ -49,6 +50,7 @@ def construct(
     costs: str | os.PathLike[str] | Mapping[str, cost_tables.Costs] | None,
 ) -> Built:
     """What :class:`~.group.CollectiveGroup` is made of; its arguments. Collective."""
+    refuse_at_exit()
     pg = membership.process_group(group)
     rank, world_size = (0, 1) if pg is None else (dist.get_rank(pg), dist.get_world_size(pg))
     agreement = Agreement(pg, membership.timeout(pg, None))

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from ..core.checks import is_count
 from . import autograd
-from .agreement import Agreement, is_common
+from .agreement import Agreement
 from .arguments import check_bounds, check_planned_lengths, check_row_shape, check_rows
 from .calling import Calling
 from .collectives import Setting, check_options, describe
 from .executor import Executor
 from .explain import Stats
 from .plan import Plan
+from .statements import is_common
 from .terms import Terms
 
 _MAX_PLANS = 4096
@@ -196,12 +197,12 @@ class Planner:
         """Whether the next call is compared even where its plan has been."""
         return self.world_size > 1 and (self.agreement.check == "always" or self.agreement.wary)
 
-    def agree(self, terms: Terms, collective_gradient: bool) -> None:
-        """Compare a call with the other processes'."""
-        signature = terms.signature()
-        if not terms.local_adjoint:
+    def agree(self, terms: Terms, collective_gradient: bool, other: Terms | None = None) -> bool:
+        """Compare a call with the other processes'; whether it is that of ``other`` terms, which may be meant, too."""
+        signatures = [said.signature() for said in (terms, other) if said is not None]
+        for signature in () if terms.local_adjoint else signatures:
             signature["requires grad"] = collective_gradient  # all take part in the backward, or none
-        self.agreement.agree(terms.name, signature)
+        return self.agreement.choose(terms.name, *signatures)
 
     # Plans
 
@@ -233,9 +234,11 @@ class Planner:
         """The plan of such terms, where there is one."""
         return self._plans.get(terms)
 
-    def agreed(self, terms: Terms, collective_gradient: bool) -> Plan:
-        """The plan of new terms, once the processes have compared a call with it."""
-        self.agree(terms, collective_gradient)
+    def agreed(self, terms: Terms, collective_gradient: bool, other: Terms | None = None) -> Plan:
+        """The plan of new terms, once the processes have compared a call with it; of ``other``, which may be meant as
+        well, where that is what they agree on."""
+        if self.agree(terms, collective_gradient, other):
+            terms = other or terms
         plan = self.keep(terms)
         plan.mark_agreed(collective_gradient)
         return plan

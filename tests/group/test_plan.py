@@ -168,35 +168,6 @@ def test_what_a_plan_does_not_take() -> None:
         assert len(plan(x)) == 4
 
 
-def stacked_shards(rank: int, world_size: int) -> None:
-    """(k, S_MAX, *F) means the same for k = 1."""
-    group = ShardGroup(world_size)
-    lengths, x = [2, 3][:world_size], torch.arange(6.0).view(1, 3, 2) + rank
-    want = sum((torch.arange(6.0).view(3, 2) + r) * (torch.arange(3) < n)[:, None] for r, n in enumerate(lengths))
-    assert_same(group.all_reduce(x, lengths, size=3), want)
-    plan = group.plan("reduce_scatter", lengths, size=3, row_shape=(2,), dtype=torch.float32)
-    assert isinstance(plan(x), list) and isinstance(plan(x[0]), torch.Tensor)
-    assert_same(plan(x)[0], plan(x[0]))
-    assert_same(group.all_reduce(x, torch.tensor(lengths), size=3), want)
-    if world_size > 1:  # alone, these are lengths of all ranks
-        mine = torch.tensor([lengths[rank]], dtype=torch.int32)
-        for given in (x, x[0], [x[0]]):
-            assert_same(group.all_reduce(given, mine, size=3), want)
-        with pytest.raises(ValueError, match=r"may be one shard of one row, or stacked shards \(1, S_MAX, \*F\)"):
-            group.all_reduce(x, mine, size=1)
-        assert_same(group.all_reduce([x[0]], mine, size=1), want[:1])
-        assert_same(group.all_reduce([x[0, :1]], mine.clamp(max=1), size=1), want[:1])
-        compiled = torch.compile(lambda x: group.all_reduce(x, mine, size=3), backend="aot_eager", fullgraph=True)
-        assert_same(compiled(x), want)
-    compiled = torch.compile(lambda x: group.all_reduce(x, lengths, size=3), backend="aot_eager", fullgraph=True)
-    assert_same(compiled(x), want)
-
-
-def test_stacked_shards_of_one_hosted_rank() -> None:
-    stacked_shards(0, 1)
-    run_processes(stacked_shards, 2)
-
-
 def calls_of_another_name(rank: int, world_size: int) -> str:
     group = ShardGroup(2, timeout=3)
     with pytest.raises(ValueError, match="name differs") as caught:
