@@ -59,7 +59,7 @@ class Agreement(Failures):
         self.refused = 0
         self.forget: Callable[[], None] = lambda: None
         self._agreed: set[int] = set()
-        self._regions = Regions()
+        self.regions = Regions()
 
     def load_native(self) -> None:
         """Load the native library, building it if need be; the others wait for that beyond their timeout."""
@@ -111,7 +111,7 @@ class Agreement(Failures):
         self._name = name
         self.look()
         self.call = call = self.call + 1
-        self.origin = self._regions.origin(call)
+        self.origin = self.regions.origin(call)
 
     def agree(self, name: str, signature: Signature, info: Any = None) -> list[Any]:
         """Compare ``signature`` with the other processes' when it is new (or always).

@@ -117,12 +117,17 @@ def refuse_recomputation(tensors: Sequence[Tensor]) -> None:
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if several and any(x.requires_grad for x in tensors):
         import torch._functorch.config as compilers
+        from torch.fx import traceback
 
-        if getattr(compilers, "activation_memory_budget", 1.0) == 0:
+        name = "torch._functorch.config.activation_memory_budget"
+        budget = getattr(compilers, "activation_memory_budget", 1.0)
+        of_region = (traceback.current_meta.get("custom") or {}).get("_region_activation_memory_budget")
+        if of_region is not None:  # it overrides the other
+            name, budget = "torch.autograd.graph.region_activation_memory_budget", of_region
+        if budget == 0:
             raise ValueError(
-                "torch._functorch.config.activation_memory_budget: at 0 the compiler runs collectives again in "
-                "backward, perhaps on one process alone; take a small number above 0 (0.01): their results are saved "
-                "then, and the rest is computed again"
+                f"{name}: at 0 the compiler runs collectives again in backward, perhaps on one process alone; take a "
+                "small number above 0 (0.01): their results are saved then, and the rest is computed again"
             )
 
 

@@ -79,6 +79,8 @@ class Plan(Generic[R]):
     #: What profiles call a call of this plan, and the number of the group's current call.
     range_name = cached_property(name_of)
     call = property(lambda self: self._planner.agreement.call)
+    #: What that call belongs to where a registered operator makes it (:mod:`.regions`).
+    origin_of_operator = property(lambda self: self._planner.agreement.regions.of_operator(self.call))
 
     # Calls
 
@@ -121,8 +123,7 @@ class Plan(Generic[R]):
                 return self.run_call(shards, out, lengths, True, origin)
         planner, name = self._planner, self.terms.name
         planner.enter(name)
-        if origin:
-            planner.agreement.origin = origin
+        planner.agreement.origin = origin or planner.agreement.origin
         try:  # as ``with planner.calling(name)``, in half the time
             if self._bound is not None and lengths is None and self._agreed[False]:
                 result = launch(self._planner, self._bound, shards, out)
@@ -294,4 +295,5 @@ class Plan(Generic[R]):
             except Exception as error:
                 raise planner.refuse(name, error) from error
             self._agree(rows)
+            planner.agreement.origin = planner.agreement.origin or self.origin_of_operator
             return self.run(rows if lengths is None else shards, lengths)

@@ -1,17 +1,21 @@
-"""Which checkpointed region a call is in: in a backward pass torch.utils.checkpoint runs it again, calls included.
+"""What a call in a backward pass belongs to, where autograd does not say it: calls of equal signatures must not meet in
+another order there.
 
-Regions are run again in the order in which a process's backward needs them. Equal calls of two regions must not meet,
-so messages of a recomputation carry the number of the first call that the region made in its forward pass, as those of
-a backward pass carry the number of the call that they belong to.
+*Checkpointed regions*, which torch.utils.checkpoint runs again, calls included, in the order in which a process's
+backward needs them. Messages of a recomputation carry the number of the first call that the region made in its forward
+pass, as those of a backward pass carry the number of the call that they belong to. torch says nothing of this in
+public. Its checkpoint without reentrant autograd is recognised by the innermost hooks for saved tensors, which hold
+what torch keeps of the region. Where that cannot be seen, nothing is said, so nothing is compared: with reentrant
+autograd, where the user's own hooks lie inside the region (on all processes, or on none), in a region inside a region.
 
-torch says nothing of this in public. Its checkpoint without reentrant autograd is recognised by the innermost hooks for
-saved tensors, which hold what torch keeps of the region. Where that cannot be seen, nothing is said and nothing is
-compared: with reentrant autograd, where the user's own hooks lie inside the region, in a region inside a region.
+*Compiled graphs*, of which autograd has one node each. In its forward the node is the last one that this thread has
+made, in its backward it is the current one.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -20,20 +24,22 @@ import torch.utils.checkpoint
 
 _innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _Region: Any = getattr(torch.utils.checkpoint, "_CheckpointFrame", ())  # (): no object is an instance
+_MOST_NODES = 1 << 14
 
 
 class Regions:
-    """The checkpointed regions in which calls of one group were made, for as long as torch keeps them."""
+    """The checkpointed regions and the nodes in which calls of one group were made."""
 
     def __init__(self) -> None:
         self._first_calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._nodes: dict[int, tuple[int, int]] = {}  # by sequence number: thread, first call
 
     def origin(self, call: int) -> int:
         """What a new call repeats: the number of its region's first call in the forward pass; 0 where it is new."""
         hooks = _innermost_hooks(True)
-        return 0 if hooks is None else self._origin(call, hooks[0])
+        return 0 if hooks is None else self._of_region(call, hooks[0])
 
-    def _origin(self, call: int, pack: Any) -> int:
+    def _of_region(self, call: int, pack: Any) -> int:
         for cell in getattr(inspect.unwrap(pack), "__closure__", None) or ():
             try:
                 held = cell.cell_contents
@@ -43,4 +49,18 @@ class Regions:
                 self._first_calls.setdefault(held, call)
             elif isinstance(held, ReferenceType) and isinstance(region := held(), _Region):
                 return self._first_calls.get(region, 0)
+        return 0
+
+    def of_operator(self, call: int) -> int:
+        """Of a call that a registered operator makes in a node's backward: the number of the first call that was made
+        so in the node's forward. Calls in a forward give 0."""
+        if torch._C._current_graph_task_id() != -1:
+            node = torch._C._current_autograd_node()
+            return 0 if node is None else self._nodes.get(node._sequence_nr(), (0, 0))[1]
+        number, thread = torch.autograd._get_sequence_nr() - 1, threading.get_ident()
+        if self._nodes.get(number, (0, 0))[0] != thread:  # else a call of that node, or one that needs no gradient
+            self._nodes.pop(number, None)
+            self._nodes[number] = thread, call
+            if len(self._nodes) > _MOST_NODES:
+                del self._nodes[next(iter(self._nodes))]
         return 0

@@ -227,7 +227,12 @@ def _run(tensors: list[Tensor], key: Tensor, scale: float | None, lse: bool) -> 
     except ValueError as error:
         raise batch.group.refuse("attention", error) from error
     _, _, outs, lses = _forward(batch, qs, ks, vs, scale)
+    _origin(batch)
     return [*outs, *lses]
+
+
+def _origin(batch: ContextBatch) -> int:
+    return next((plan.origin_of_operator for plan, _ in batch.exchanges.values()), 0)
 
 
 def _run_fake(tensors: list[Tensor], key: Tensor, scale: float | None, lse: bool) -> list[Tensor]:
@@ -238,7 +243,12 @@ def _run_fake(tensors: list[Tensor], key: Tensor, scale: float | None, lse: bool
 
 
 def _run_backward(grads: list[Tensor], saved: list[Tensor], key: Tensor, scale: float | None) -> list[Tensor]:
-    return [x.contiguous() for x in _backward(_batch_of(key), grads, saved, scale, local=True)]
+    batch = _batch_of(key)
+    batch.origin = _origin(batch)
+    try:
+        return [x.contiguous() for x in _backward(batch, grads, saved, scale, local=True)]
+    finally:
+        batch.origin = 0
 
 
 def _run_backward_fake(grads: list[Tensor], saved: list[Tensor], key: Tensor, scale: float | None) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -239,16 +240,27 @@ def test_backward_runs_no_exchange_again_to_save_memory() -> None:
     assert run_processes(count_exchanges, 2) == [(forward, backward)] * 2
 
 
-def save_nothing(rank: int, world_size: int) -> str:
-    torch._dynamo.reset()
-    group = ShardGroup(4)
+def step_in_region(group: ShardGroup, *args: Any) -> torch.Tensor:
+    with torch.autograd.graph.region_activation_memory_budget(0.0):
+        return kept_step(group, *args)
+
+
+def save_nothing(rank: int, world_size: int) -> list[str]:
+    group, found = ShardGroup(4), []
     x = [torch.randn(7, 16, requires_grad=True) for _ in group.virtual_ranks]
-    compiled = torch.compile(kept_step, fullgraph=True, backend="aot_eager_decomp_partition")
-    with torch._functorch.config.patch(activation_memory_budget=0.0), pytest.raises(Exception) as caught:
-        compiled(group, x, [7, 3, 5, 0], torch.tensor([7 - v for v in group.virtual_ranks]))
-    return str(caught.value)
+    cases = [(kept_step, 0.0)]
+    if hasattr(torch.autograd.graph, "region_activation_memory_budget"):  # torch 2.13
+        cases.append((step_in_region, 1.0))
+    for step, budget in cases:
+        torch._dynamo.reset()
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager_decomp_partition")
+        with torch._functorch.config.patch(activation_memory_budget=budget), pytest.raises(Exception) as caught:
+            compiled(group, x, [7, 3, 5, 0], torch.tensor([7 - v for v in group.virtual_ranks]))
+        found.append(str(caught.value))
+    return found
 
 
 def test_a_compiler_that_saves_nothing_is_refused() -> None:
-    for message in run_processes(save_nothing, 2):
-        assert "activation_memory_budget: at 0 the compiler runs collectives again in backward" in message
+    for messages in run_processes(save_nothing, 2):
+        for name, message in zip(("config.activation", "graph.region_activation"), messages):
+            assert f"{name}_memory_budget: at 0 the compiler runs collectives again in backward" in message

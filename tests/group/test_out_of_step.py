@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,6 +82,14 @@ class Calls:
         assert x.grad is not None
         return x.grad
 
+    def compiled_in_turn(self, order: tuple[int, int]) -> None:
+        """Two equal calls of a compiled graph."""
+        exchange, x = partial(self.group.exchange, size=8), torch.ones(4, requires_grad=True)
+        compiled = torch.compile(lambda x: exchange(x, HALVES, SHIFTED).sum(), backend="aot_eager", fullgraph=True)
+        ys = [compiled(x) for _ in range(2)]
+        for i in order:
+            (ys[i] * (i + 1)).backward()
+
     def regions_in_turn(self, order: tuple[int, int]) -> torch.Tensor:
         """Two equal calls that backward makes again, whose own backward moves nothing."""
         x = torch.ones(4, requires_grad=True)
@@ -122,6 +131,11 @@ DIVERGENCES: dict[str, tuple[Callable[[Calls], list[Any]], Callable[[Calls], lis
         )
         for text, padded in (("lengths on the host", False), ("on the device", True))
     },
+    "backward passes of compiled graphs": (
+        lambda c: [lambda: c.compiled_in_turn((0, 1))],
+        lambda c: [lambda: c.compiled_in_turn((1, 0))],
+        ("backward of exchange(", ") of call "),
+    ),
     "checkpointed regions run again": (
         lambda c: [lambda: c.regions_in_turn((0, 1))],
         lambda c: [lambda: c.regions_in_turn((1, 0))],
