@@ -165,6 +165,33 @@ class TensorListArg {
   int64_t owned_ = 0;
 };
 
+// A `Tensor[]` result of a known size; owns the tensors that were appended.
+class TensorListResult {
+ public:
+  explicit TensorListResult(int64_t size) : handles_(size) {}
+  TensorListResult(const TensorListResult&) = delete;
+  TensorListResult& operator=(const TensorListResult&) = delete;
+  ~TensorListResult() {
+    for (int64_t i = 0; i < owned_; ++i) aoti_torch_delete_tensor_object(handles_[i]);
+    if (list_ != nullptr) torch_delete_list(list_);
+  }
+  void append(StableIValue tensor) { handles_[owned_++] = torch::stable::detail::to<AtenTensorHandle>(tensor); }
+  // Hands list and tensors over as an operator's result.
+  StableIValue release() {
+    check(torch_new_list_reserve_size(static_cast<size_t>(owned_), &list_), "list");
+    for (int64_t i = 0; i < owned_; ++i)
+      check(torch_list_push_back(list_, torch::stable::detail::from(handles_[i])), "list append");
+    const StableIValue value = torch::stable::detail::from(list_);
+    list_ = nullptr, owned_ = 0;
+    return value;
+  }
+
+ private:
+  Table<AtenTensorHandle> handles_;
+  int64_t owned_ = 0;
+  StableListHandle list_ = nullptr;
+};
+
 // Owns an `int[]` argument.
 class IntListArg {
  public:

@@ -2,10 +2,10 @@
 // docs/engineering/peer.md.
 //
 // peer_run takes any number of rows, with bounds on the host or on the device, and reads its plan word by word
-// (plan.h). peer_bind makes of such a plan, for one row and one output with bounds that do not change, the plan of
-// peer_call and peer_call_new: all that is common to such calls, ready to launch, in the memory of a CPU int64 tensor.
-// These check their tensors against it and set addresses, nothing else. They are built for the CPU as well, where all
-// checks are made and nothing can be launched.
+// (plan.h). peer_bind makes of such a plan, for bounds that do not change, the plan of peer_call (one row, one output)
+// and peer_call_new: all that is common to such calls, ready to launch, in the memory of a CPU int64 tensor. These
+// check their tensors against it and set addresses, nothing else. They are built for the CPU as well, where all checks
+// are made and nothing can be launched.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -106,17 +106,16 @@ void check_alive(const PeerCall& call) {
   SHARDSUM_CHECK(call.failure->kind == 0, "the peer transport of this group has failed");
 }
 
-// ---- one row, one output, bounds that do not change
-// ----------------------------------------------------------------
+// ---- bounds that do not change -------------------------------------------------------------------------------------
 struct BoundPlan {
   int64_t version = kPlanVersion;
   int64_t* state;  // of the group; or null
   int64_t device_type, device;
-  int64_t dtype, out_dtype;          // PyTorch's
-  int64_t dim;                       // of both tensors: (positions, *row)
-  int64_t row[kMaxRowDims];          // dim - 1 sizes
-  int64_t positions, out_positions;  // of the row, at least; of the output
+  int64_t dtype, out_dtype;  // PyTorch's
+  int64_t dim;               // of all tensors: (positions, *row)
+  int64_t row[kMaxRowDims];  // dim - 1 sizes
   Plan plan;
+  int64_t out_positions(int q) const { return int64_t{plan.call.outputs[q].end} - plan.call.outputs[q].begin; }
 };
 static_assert(sizeof(BoundPlan) % sizeof(int64_t) == 0 && std::is_trivially_copyable_v<BoundPlan>);
 constexpr int64_t kBoundWords = sizeof(BoundPlan) / sizeof(int64_t);
@@ -131,7 +130,7 @@ void set_row_shape(BoundPlan& b, const IntListArg& row) {
 }
 
 // peer_bind(Tensor plan, int[] bounds, int[] row_shape, Tensor shard, Tensor out, int state) -> Tensor
-// bounds: start and length of the row. Of shard and out only dtype and device are used.
+// bounds: start and length of each row. Of shard and out only dtype and device are used.
 void peer_bind(StableIValue* stack, uint64_t, uint64_t) {
   const TensorArg tensor(stack[0]), shard_arg(stack[3]), out_arg(stack[4]);
   const IntListArg bounds(stack[1]), row(stack[2]);
@@ -139,16 +138,17 @@ void peer_bind(StableIValue* stack, uint64_t, uint64_t) {
   BoundPlan b{};
   b.plan = read_whole_plan(tensor.view());
   PeerCall& c = b.plan.call;
-  SHARDSUM_CHECK(c.num_sources == 1 && c.num_outputs == 1, "the plan has several rows");
-  SHARDSUM_CHECK(bounds.size() == 2 && bounds[0] >= 0 && bounds[1] >= 0 && bounds[0] + bounds[1] <= c.size,
-                 "bounds of the shard");
+  SHARDSUM_CHECK(c.num_sources > 0 && bounds.size() == 2 * c.num_sources, "start and length of each shard");
   b.state = reinterpret_cast<int64_t*>(torch::stable::detail::to<int64_t>(stack[5]));
   b.device_type = shard.device_type(), b.device = shard.device_index();
   b.dtype = shard.dtype_code(), b.out_dtype = out_arg.view().dtype_code();
   set_row_shape(b, row);
-  c.sources[0].start = static_cast<uint32_t>(bounds[0]);
-  c.sources[0].length = static_cast<uint32_t>(bounds[1]);
-  b.positions = bounds[1], b.out_positions = int64_t{c.outputs[0].end} - c.outputs[0].begin;
+  for (int i = 0; i < c.num_sources; ++i) {
+    const int64_t start = bounds[2 * i], length = bounds[2 * i + 1];
+    SHARDSUM_CHECK(start >= 0 && length >= 0 && start + length <= c.size, "bounds of shard ", i);
+    c.sources[i].start = static_cast<uint32_t>(start);
+    c.sources[i].length = static_cast<uint32_t>(length);
+  }
   const int64_t words = kBoundWords, stride = 1;
   AtenTensorHandle handle = nullptr;
   check(
@@ -167,6 +167,10 @@ BoundPlan& bound_plan(const TensorArg& arg) {
   return b;
 }
 
+void check_single(const BoundPlan& b) {
+  SHARDSUM_CHECK(b.plan.call.num_sources == 1 && b.plan.call.num_outputs == 1, "the plan has several rows");
+}
+
 void check_state(const BoundPlan& b) {
   if (b.state == nullptr) return;
   SHARDSUM_CHECK((*b.state & kStateFailed) == 0, "the group has failed or was closed");
@@ -182,29 +186,42 @@ void check_fits(const BoundPlan& b, const TensorView& t, int64_t dtype, const ch
   SHARDSUM_CHECK(t.is_contiguous(), name, " is not contiguous");
 }
 
-void check_shard(const BoundPlan& b, const TensorView& shard) {
+// Checks the i-th shard and sets its address.
+void take_shard(BoundPlan& b, int i, const TensorView& shard) {
   check_fits(b, shard, b.dtype, "shard");
-  SHARDSUM_CHECK(shard.size(0) >= b.positions, "shard has ", shard.size(0), " positions, its plan ", b.positions);
+  PeerSource& s = b.plan.call.sources[i];
+  SHARDSUM_CHECK(shard.size(0) >= s.length, "shard has ", shard.size(0), " positions, its plan ", s.length);
+  s.data = shard.data(), s.capacity = static_cast<uint32_t>(shard.size(0));
 }
 
-void check_out(const BoundPlan& b, const TensorView& out) {
+// The same of the only output.
+void take_out(BoundPlan& b, const TensorView& out) {
   check_fits(b, out, b.out_dtype, "out");
-  SHARDSUM_CHECK(out.size(0) == b.out_positions, "out has ", out.size(0), " positions, its plan ", b.out_positions);
+  PeerCall& c = b.plan.call;
+  const int64_t positions = b.out_positions(0);
+  SHARDSUM_CHECK(out.size(0) == positions, "out has ", out.size(0), " positions, its plan ", positions);
+  c.outputs[0].data = out.mutable_data();
+  SHARDSUM_CHECK(!overlap(c.sources[0].data, c.sources[0].capacity * c.width * c.in_bytes, c.outputs[0].data,
+                          positions * c.width * c.out_bytes),
+                 "out shares memory with shard");
 }
 
-// Sets the addresses, launches and counts the call.
-void launch(BoundPlan& b, const TensorView& out, const TensorView& shard) {
+// A new q-th output, its address set.
+StableIValue new_out(BoundPlan& b, int q, const TensorView& like) {
+  int64_t sizes[1 + kMaxRowDims] = {b.out_positions(q)};
+  std::copy(b.row, b.row + b.dim - 1, sizes + 1);
+  TensorArg out(empty_on(like, sizes, b.dim, static_cast<int32_t>(b.out_dtype)));
+  b.plan.call.outputs[q].data = out.view().mutable_data();
+  return out.release();
+}
+
+// Launches and counts the call, all addresses being set.
+void launch(BoundPlan& b) {
   PeerCall& c = b.plan.call;
-  const void* data = shard.data();
-  c.outputs[0].data = out.mutable_data();
-  SHARDSUM_CHECK(
-      !overlap(data, shard.size(0) * c.width * c.in_bytes, c.outputs[0].data, out.size(0) * c.width * c.out_bytes),
-      "out shares memory with shard");
   SHARDSUM_CHECK(b.device_type != aoti_torch_device_type_cpu(), "peer memory is memory of GPUs");
   const bool dead = c.failure->kind != 0;
   if (dead && b.state != nullptr) *b.state |= kStateFailed;
   check_alive(c);
-  c.sources[0].data = data, c.sources[0].capacity = static_cast<uint32_t>(shard.size(0));
   const int64_t number = b.state == nullptr ? 0 : (*b.state + 1) & kStateNumber;
   c.number = static_cast<uint32_t>(number);
   bool launched = false;
@@ -221,25 +238,39 @@ void launch(BoundPlan& b, const TensorView& out, const TensorView& shard) {
 void peer_call(StableIValue* stack, uint64_t, uint64_t) {
   const TensorArg out_arg(stack[0]), shard_arg(stack[1]), plan(stack[2]);
   BoundPlan& b = bound_plan(plan);
+  check_single(b);
   check_state(b);
-  const TensorView out = out_arg.view(), shard = shard_arg.view();
-  check_shard(b, shard);
-  check_out(b, out);
-  launch(b, out, shard);
+  take_shard(b, 0, shard_arg.view());
+  take_out(b, out_arg.view());
+  launch(b);
 }
 
 // peer_call_new(Tensor shard, Tensor plan) -> Tensor
 void peer_call_new(StableIValue* stack, uint64_t, uint64_t) {
   const TensorArg shard_arg(stack[0]), plan(stack[1]);
   BoundPlan& b = bound_plan(plan);
+  check_single(b);
   check_state(b);
   const TensorView shard = shard_arg.view();
-  check_shard(b, shard);
-  int64_t sizes[1 + kMaxRowDims] = {b.out_positions};
-  std::copy(b.row, b.row + b.dim - 1, sizes + 1);
-  TensorArg out(empty_on(shard, sizes, b.dim, static_cast<int32_t>(b.out_dtype)));
-  launch(b, out.view(), shard);
+  take_shard(b, 0, shard);
+  TensorArg out(new_out(b, 0, shard));
+  launch(b);
   stack[0] = out.release();
+}
+
+// peer_call_new.list(Tensor[] shards, Tensor plan) -> Tensor[]
+void peer_call_new_list(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorListArg shards(stack[0]);
+  const TensorArg plan(stack[1]);
+  BoundPlan& b = bound_plan(plan);
+  check_state(b);
+  const PeerCall& c = b.plan.call;
+  SHARDSUM_CHECK(shards.size() == c.num_sources, "the plan has other rows");
+  for (int i = 0; i < c.num_sources; ++i) take_shard(b, i, shards[i]);
+  TensorListResult outs(c.num_outputs);
+  for (int q = 0; q < c.num_outputs; ++q) outs.append(new_out(b, q, shards[0]));
+  launch(b);
+  stack[0] = outs.release();
 }
 
 // ---- any rows -----------------------------------------------------------------------------------------------------
@@ -288,6 +319,7 @@ STABLE_TORCH_LIBRARY_IMPL(shardsum, CPU, m) {
   m.impl("peer_bind", &shardsum::peer_bind);
   m.impl("peer_call", &shardsum::peer_call);
   m.impl("peer_call_new", &shardsum::peer_call_new);
+  m.impl("peer_call_new.list", &shardsum::peer_call_new_list);
 }
 
 #ifdef SHARDSUM_WITH_CUDA
@@ -296,6 +328,7 @@ STABLE_TORCH_LIBRARY_IMPL(shardsum, CUDA, m) {
   m.impl("peer_bind", &shardsum::peer_bind);
   m.impl("peer_call", &shardsum::peer_call);
   m.impl("peer_call_new", &shardsum::peer_call_new);
+  m.impl("peer_call_new.list", &shardsum::peer_call_new_list);
   m.impl("peer_run", &shardsum::peer_run);
 }
 #endif

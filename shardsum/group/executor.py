@@ -247,13 +247,13 @@ class OverPeers(Prepared):
             call(results, rows, bounds, number=self._executor.peer_number())
         return Job(results, iter(()))
 
-    def bind(self) -> Tensor | None:
-        """The plan tensor of :mod:`shardsum.transports.peer.operators`, where this process has one row and one result.
+    def bind(self) -> tuple[Tensor, bool] | None:
+        """The plan tensor of :mod:`shardsum.transports.peer.operators`, and whether it has one row and one result.
         To be made after the first call."""
         call, bounds = self._launch if not self._is_empty else (None, [])
-        if call is None or not call.single or self._converts or len(self._terms.row_shape) > MAX_ROW_DIMS:
+        if call is None or self._converts or len(self._terms.row_shape) > MAX_ROW_DIMS:
             return None
-        return call.bind(bounds, self._terms.row_shape, self._executor.state)
+        return call.bind(bounds, self._terms.row_shape, self._executor.state), call.single
 
 
 class Carried(Prepared):

@@ -8,26 +8,31 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..transports.peer.operators import peer_call, peer_call_new
+from ..transports.peer.operators import peer_call, peer_call_new, peer_call_new_list
 
 if TYPE_CHECKING:
     from .planner import Planner
 
 
-def launch(planner: Planner, bound: Tensor, shards: Any, out: Any) -> Tensor | None:
-    """The result of a plain call; None, and nothing has happened, where anything is unusual.
+def launch(planner: Planner, bound: Tensor, single: bool, shards: Any, out: Any) -> Tensor | list[Tensor] | None:
+    """The result of a plain call, of a list of shards one a hosted sink; None, and nothing has happened, where anything
+    is unusual.
 
     Args:
-        bound: the plan of the operators (:meth:`.executor.OverPeers.bind`).
+        bound, single: the plan of the operators (:meth:`.executor.OverPeers.bind`).
     """
-    if type(shards) is not Tensor or planner.always_agrees:
+    several = type(shards) is list
+    if planner.always_agrees or forward_ad._current_level >= 0 or (out is not None if several else not single):
         return None
-    if forward_ad._current_level >= 0 or (shards.requires_grad and torch.is_grad_enabled()):
-        return None
+    for shard in shards if several else (shards,):
+        if type(shard) is not Tensor or not shard.is_contiguous():
+            return None
+        if shard.requires_grad and torch.is_grad_enabled():
+            return None
     planner.announce_call()
     try:
         if out is None:
-            return peer_call_new(shards, bound)
+            return peer_call_new_list(shards, bound) if several else peer_call_new(shards, bound)
         if type(out) is not Tensor or out.requires_grad:
             return None
         peer_call(out, shards, bound)

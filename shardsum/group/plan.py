@@ -64,8 +64,8 @@ class Plan(Generic[R]):
         rank = self.rank = planner.rank
         self.bounds = [(layout.sources[r][0], length(layout.sources[r])) for r in layout.hosted_sources(rank)]
         self.tensors = Tensors(planner, terms, self.bounds, [layout.sinks[q] for q in layout.hosted_sinks(rank)])
-        #: Where one row and one result of this process travel over peer memory: the operators' plan, after one call.
-        self._bound: Tensor | None = None
+        #: Where rows and results travel over peer memory: the operators' plan, after one call.
+        self._bound: tuple[Tensor, bool] | None = None
         #: Whether processes have agreed on calls without and with a gradient that is a collective. That on a plan
         #: covers its adjoint.
         self._agreed = [terms.grad == "adjoint"] * 2
@@ -126,9 +126,9 @@ class Plan(Generic[R]):
         planner.agreement.origin = origin or planner.agreement.origin
         try:  # as ``with planner.calling(name)``, in half the time
             if self._bound is not None and lengths is None and self._agreed[False]:
-                result = launch(self._planner, self._bound, shards, out)
+                result = launch(self._planner, *self._bound, shards, out)
                 if result is not None:
-                    return result
+                    return result[0] if type(result) is list and self.terms.replicated else result
             hosted, outs, given = self._check(shards, out, lengths)
             self._agree(hosted)
             results = None if needs_grad(hosted) else self._run(hosted, outs, given)

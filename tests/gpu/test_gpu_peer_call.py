@@ -73,6 +73,36 @@ def test_bound_calls_give_the_bits_of_the_reference(gpus: None) -> None:
     run_processes(_calls, 2, backend="cpu:gloo", timeout=240)
 
 
+def _several(rank: int, world_size: int) -> None:
+    """Two rows and two results a process, one of them empty: keys that zigzag chunks need, and their gradients."""
+    owners, device = (0, 1, 1, 0), torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    t = PeerTransport(dist.group.WORLD, owners, device, timeout=60, staging_bytes=1 << 20)
+    state, made = torch.zeros(1, dtype=torch.int64), 0
+    for n in (1, 90, 20_000):
+        owned, needed = [(i * n, (i + 1) * n) for i in range(4)], [(0, 4 * n), (0, 3 * n), (n, n), (2 * n, 2 * n)]
+        for sources, sinks in ((owned, needed), (needed, owned)):
+            plan = ExchangePlan(tuple(sources), owners, tuple(sinks), owners, 2)
+            prepared = t.prepare(plan, WIDTH, torch.bfloat16, torch.bfloat16)
+            mine = plan.hosted_sources(rank)
+            bounds = [x for r in mine for x in (sources[r][0], length(sources[r]))]
+            bound = prepared.bind(bounds, (2, WIDTH // 2), state)
+            shards = [random_values((length(i), 2, WIDTH // 2), torch.bfloat16, n + r) for r, i in enumerate(sources)]
+            expected = reference.exchange(shards, sources, sinks, out_dtype=torch.bfloat16)
+            for _ in range(2):
+                found = OPS.peer_call_new.list([shards[r].to(device) for r in mine], bound)
+                for q, y in zip(plan.hosted_sinks(rank), found):
+                    assert_same(y.cpu(), expected[q])
+                made += 1
+            assert state.item() == made
+    t.close()
+
+
+@pytest.mark.gpu
+def test_bound_calls_of_several_rows_give_the_bits_of_the_reference(gpus: None) -> None:
+    run_processes(_several, 2, backend="cpu:gloo", timeout=240)
+
+
 def _captured(rank: int, world_size: int) -> None:
     t = open_transport(rank)
     state = torch.tensor([5])

@@ -53,6 +53,7 @@ def tensors() -> tuple[Tensor, Tensor]:
 def test_the_operators_take_tensors_alone() -> None:
     assert str(OPS.peer_call.default._schema).endswith("(Tensor(a!) out, Tensor shard, Tensor plan) -> ()")
     assert str(OPS.peer_call_new.default._schema).endswith("(Tensor shard, Tensor plan) -> Tensor")
+    assert str(OPS.peer_call_new.list._schema).endswith("(Tensor[] shards, Tensor plan) -> Tensor[]")
 
 
 def test_a_good_call_passes_all_checks() -> None:
@@ -64,6 +65,31 @@ def test_a_good_call_passes_all_checks() -> None:
             OPS.peer_call(out, longer, plan)
         with pytest.raises(RuntimeError, match=END):
             OPS.peer_call_new(longer, plan)
+        with pytest.raises(RuntimeError, match=END):
+            OPS.peer_call_new.list([longer], plan)
+
+
+def test_calls_of_several_rows() -> None:
+    state = torch.tensor([41])
+    plan = prepared(3).bind([0, LENGTH, 1, 2, 0, 0], ROW, state)
+    _, shard = tensors()
+    for last, message in (
+        ([shard[:2].clone(), shard[:0]], END),
+        ([shard[:1].clone(), shard], "shard has 1 positions, its plan 2"),
+        ([shard, shard.double()], "shard has another dtype"),
+        ([shard], "the plan has other rows"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            OPS.peer_call_new.list([shard, *last], plan)
+    with pytest.raises(RuntimeError, match="lazy signs"):
+        OPS.peer_call_new.list([torch._neg_view(shard)] * 3, plan)
+    for call in (lambda: OPS.peer_call_new(shard, plan), lambda: OPS.peer_call(tensors()[0], shard, plan)):
+        with pytest.raises(RuntimeError, match="the plan has several rows"):
+            call()
+    state.fill_(operators.WARY)
+    with pytest.raises(RuntimeError, match="open or must"):
+        OPS.peer_call_new.list([shard] * 3, plan)
+    assert state.tolist() == [operators.WARY]
 
 
 def overlapping() -> tuple[Tensor, Tensor]:
@@ -141,7 +167,7 @@ def test_a_plan_is_one_of_this_library() -> None:
 
 
 def test_what_cannot_be_bound() -> None:
-    with pytest.raises(ValueError, match="several sources"):
+    with pytest.raises(RuntimeError, match="start and length of each shard"):
         prepared(2).bind([0, LENGTH], ROW)
     with pytest.raises(ValueError, match="row_shape: 16 dimensions"):
         prepared().bind([0, LENGTH], (1,) * 16)

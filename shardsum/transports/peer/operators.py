@@ -8,8 +8,10 @@
     ``out`` (``torch.autograd.graph.increment_version``).
 ``peer_call_new(Tensor shard, Tensor plan) -> Tensor``
     The same with a new ``out``.
+``peer_call_new.list(Tensor[] shards, Tensor plan) -> Tensor[]``
+    The same with any number of rows and outputs on this process.
 ``peer_bind(Tensor plan, int[] bounds, int[] row_shape, Tensor shard, Tensor out, int state) -> Tensor``
-    Makes such a plan from the words of a :class:`.transport.PreparedCall`: ``bounds`` are start and length of the row,
+    Makes such a plan from the words of a :class:`.transport.PreparedCall`: ``bounds`` are start and length of each row,
     ``row_shape`` is the shape of a position; ``shard`` and ``out`` give dtype and device alone; ``state`` is the
     address of the group's state, or 0.
 ``peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, int number, plan) -> ()``
@@ -55,13 +57,14 @@ _library.define(
 _library.define("peer_bind(Tensor plan, int[] bounds, int[] row_shape, Tensor shard, Tensor out, int state) -> Tensor")
 _library.define("peer_call(Tensor(a!) out, Tensor shard, Tensor plan) -> ()")
 _library.define("peer_call_new(Tensor shard, Tensor plan) -> Tensor")
+_library.define("peer_call_new.list(Tensor[] shards, Tensor plan) -> Tensor[]")
 
 
 def _refuse(*args: Any) -> NoReturn:
     raise RuntimeError("shardsum: a call over peer memory takes no tensors with lazy signs or zeros")
 
 
-for _name in ("peer_call", "peer_call_new"):
+for _name in ("peer_call", "peer_call_new", "peer_call_new.list"):
     for _key in ("Negative", "Conjugate", "ZeroTensor"):  # PyTorch's own fallback would hand over copies
         _library.impl(_name, _refuse, _key)
     _library.impl(_name, torch.library.fallthrough_kernel, "AutogradCUDA")
@@ -71,3 +74,4 @@ peer_run = torch.ops.shardsum.peer_run.default._op
 peer_bind = torch.ops.shardsum.peer_bind.default._op
 peer_call = torch.ops.shardsum.peer_call.default._op
 peer_call_new = torch.ops.shardsum.peer_call_new.default._op
+peer_call_new_list = torch.ops.shardsum.peer_call_new.list._op

@@ -87,22 +87,21 @@ class PreparedCall:
             raise
 
     def bind(self, bounds: Sequence[int], row_shape: Sequence[int], state: Tensor | None = None) -> Tensor:
-        """The plan tensor of ``peer_call(out, shard, plan)`` and ``peer_call_new(shard, plan)``: this call, always with
-        these bounds. For one source and one sink on this process (:attr:`single`).
+        """The plan tensor of ``peer_call_new.list(shards, plan)``, and for one source and one sink on this process
+        (:attr:`single`) of ``peer_call(out, shard, plan)`` and ``peer_call_new(shard, plan)``: this call, always with
+        these bounds.
 
         It addresses memory of the transport and of ``state``: keep both as long as the plan may run. See
         :mod:`.operators` for what the operators check and how they refuse.
 
         Args:
-            bounds: start and length of the shard.
+            bounds: start and length of each shard, flat.
             row_shape: shape of one position; tensors are ``(positions, *row_shape)``.
             state: CPU int64 tensor of one element that the group owns; None: calls are neither counted nor held back.
 
         Raises:
-            ValueError: several sources or sinks, or too many dimensions.
+            ValueError: too many dimensions.
         """
-        if not self.single:
-            raise ValueError("bind: this process has several sources or sinks, or none; call the prepared call itself")
         if len(row_shape) > MAX_ROW_DIMS:
             raise ValueError(f"row_shape: {len(row_shape)} dimensions, at most {MAX_ROW_DIMS} can be bound")
         like = [torch.empty(0, dtype=dtype, device=self._owner.device) for dtype in self._dtypes]
