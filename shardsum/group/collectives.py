@@ -123,10 +123,10 @@ COLLECTIVES: dict[str, Callable[[Setting, Lengths, Options], Terms]] = {
 
 #: The options of each collective, in the order in which its calls pass them.
 TAKES: dict[str, tuple[str, ...]] = {
-    "all_reduce": ("size", "op", "scale", "out_dtype", "grad", "name"),
-    "reduce_scatter": ("size", "op", "scale", "out_dtype", "splits", "name"),
+    "all_reduce": ("out_dtype", "size", "op", "scale", "grad", "name"),
+    "reduce_scatter": ("out_dtype", "size", "op", "scale", "splits", "name"),
     "all_gather": ("grad", "name"),
-    "exchange": ("size", "op", "scale", "out_dtype", "name"),
+    "exchange": ("out_dtype", "size", "op", "scale", "name"),
 }
 _INTERVALS = ("in_intervals", "out_intervals")
 

@@ -73,7 +73,7 @@ class Collectives:
             tensor([5., 2.])
         """
         out_dtype = out.dtype if out_dtype is None and isinstance(out, Tensor) else out_dtype
-        options = (size, op, scale, out_dtype, grad, name)
+        options = (out_dtype, size, op, scale, grad, name)
         return call(self._planner, "all_reduce", shards, lengths, options, out, async_op)
 
     @overload
@@ -141,7 +141,7 @@ class Collectives:
             [tensor([5.]), tensor([2.])]
         """
         splits = tuple(splits) if isinstance(splits, (list, Iterator)) else splits
-        options = (size, op, scale, out_dtype, splits, name)
+        options = (out_dtype, size, op, scale, splits, name)
         return call(self._planner, "reduce_scatter", shards, lengths, options, out, async_op)
 
     @overload
@@ -256,6 +256,6 @@ class Collectives:
             >>> ShardGroup(2).exchange(x, [(0, 2), (1, 3)], [(0, 3), (1, 2)], size=3)
             [tensor([1., 6., 8.]), tensor([6.])]
         """
-        options = (size, op, scale, out_dtype, name)
+        options = (out_dtype, size, op, scale, name)
         intervals = (in_intervals, out_intervals)
         return call(self._planner, "exchange", shards, intervals, options, out, async_op)
