@@ -49,29 +49,31 @@ def check_shapes(
     scale: float | None,
 ) -> None:
     """q, k and v of :meth:`shardsum.training.context.ContextBatch.attention`, of all hosted virtual ranks."""
+    shapes: list[list[tuple[int, int, int]]] = []  # each is asked for once: that takes a third of a microsecond
+    dtype, device = getattr(qs[0], "dtype", None), getattr(qs[0], "device", None)
     for name, xs in (("q", qs), ("k", ks), ("v", vs)):
+        shapes.append([])
         for rank, x in zip(ranks, xs):
             if not isinstance(x, Tensor) or x.dim() != 3:
                 what = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(f"{name}: virtual rank {rank} has {what}, expected a Tensor (length, heads, dim)")
-            if x.dtype != qs[0].dtype or not x.dtype.is_floating_point:
-                raise ValueError(f"{name}: virtual rank {rank} has {x.dtype}, the first q has {qs[0].dtype}")
-            if x.device != qs[0].device:
-                raise ValueError(f"{name}: virtual rank {rank} is on {x.device}, the first q on {qs[0].device}")
-            if x.shape[1:] != xs[0].shape[1:]:
-                shapes = f"{tuple(x.shape[1:])}, the first {tuple(xs[0].shape[1:])}"
-                raise ValueError(f"{name}: virtual rank {rank} has heads and dim {shapes}")
-    for rank, q, k, v in zip(ranks, qs, ks, vs):
-        if not q.shape[0] == k.shape[0] == v.shape[0]:
-            raise ValueError(
-                f"q, k, v: virtual rank {rank} has {q.shape[0]}, {k.shape[0]} and {v.shape[0]} rows; they are equal"
-            )
-        if q.shape[0] != lengths[rank]:
-            raise ValueError(f"q: virtual rank {rank} has {q.shape[0]} rows, but lengths gives it {lengths[rank]}")
-        if q.shape[2] != k.shape[2]:
-            raise ValueError(f"k: virtual rank {rank} has head dim {k.shape[2]}, but q has {q.shape[2]}")
-        if k.shape[1] != v.shape[1]:
-            raise ValueError(f"v: virtual rank {rank} has {v.shape[1]} heads, but k has {k.shape[1]}")
-        if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-            raise ValueError(f"k: virtual rank {rank} has {k.shape[1]} heads, which do not divide q's {q.shape[1]}")
+            if x.dtype is not dtype or not dtype.is_floating_point:
+                raise ValueError(f"{name}: virtual rank {rank} has {x.dtype}, the first q has {dtype}")
+            if x.device != device:
+                raise ValueError(f"{name}: virtual rank {rank} is on {x.device}, the first q on {device}")
+            shapes[-1].append(tuple(x.shape))  # type: ignore[arg-type]
+    for rank, q, k, v in zip(ranks, *shapes):
+        for name, shape, (first, *_) in zip("qkv", (q, k, v), shapes):
+            if shape[1:] != first[1:]:
+                raise ValueError(f"{name}: virtual rank {rank} has heads and dim {shape[1:]}, the first {first[1:]}")
+        if not q[0] == k[0] == v[0]:
+            raise ValueError(f"q, k, v: virtual rank {rank} has {q[0]}, {k[0]} and {v[0]} rows; they are equal")
+        if q[0] != lengths[rank]:
+            raise ValueError(f"q: virtual rank {rank} has {q[0]} rows, but lengths gives it {lengths[rank]}")
+        if q[2] != k[2]:
+            raise ValueError(f"k: virtual rank {rank} has head dim {k[2]}, but q has {q[2]}")
+        if k[1] != v[1]:
+            raise ValueError(f"v: virtual rank {rank} has {v[1]} heads, but k has {k[1]}")
+        if k[1] == 0 or q[1] % k[1]:
+            raise ValueError(f"k: virtual rank {rank} has {k[1]} heads, which do not divide q's {q[1]}")
     check_op("sum", scale, torch.float32)
