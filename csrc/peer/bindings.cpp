@@ -285,14 +285,31 @@ const void* device_bounds(const std::optional<TensorArg>& values, PeerCall& c) {
   return view.data();
 }
 
-// peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, int number, Tensor plan)
+// Sums that go on: the accumulators of all outputs, one behind the other.
+void set_accumulators(PeerCall& c, const TensorView& accumulators, int64_t carried) {
+  int64_t positions = 0;
+  for (int q = 0; q < c.num_outputs; ++q) positions += int64_t{c.outputs[q].end} - c.outputs[q].begin;
+  const bool floats = c.in_dtype == DType::kFloat16 || c.in_dtype == DType::kBFloat16 || c.in_dtype == DType::kFloat32;
+  STD_TORCH_CHECK(accumulators.is_contiguous() && bytes_from(accumulators, 0) == positions * c.width * (floats ? 4 : 8),
+                  "shardsum: accumulators do not fit the plan");
+  STD_TORCH_CHECK(accumulators.device_type() == aoti_torch_device_type_cuda(),
+                  "shardsum: accumulators are not on the device");
+  STD_TORCH_CHECK(!c.move && !c.push && !c.two_shot && c.device_lengths == nullptr && carried >= 0,
+                  "shardsum: such a plan does not go on from accumulators");
+  // Without outputs there are none, and this process's block only gives its rows.
+  c.accumulators = positions * c.width > 0 ? accumulators.data() : nullptr, c.carried = static_cast<int32_t>(carried);
+}
+
+// peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, int number, Tensor plan,
+//          Tensor? accumulators, int carried)
 // bounds: start and length of each shard; ignored where lengths is given (starts: None means 0, else lengths' dtype).
 void peer_run(StableIValue* stack, uint64_t, uint64_t) {
   TensorListArg outs(stack[0]), shards(stack[1]);
   IntListArg bounds(stack[2]);
-  std::optional<TensorArg> starts, lengths;
+  std::optional<TensorArg> starts, lengths, accumulators;
   if (const auto handle = take_optional(stack[3])) starts.emplace(*handle);
   if (const auto handle = take_optional(stack[4])) lengths.emplace(*handle);
+  if (const auto handle = take_optional(stack[7])) accumulators.emplace(*handle);
   const TensorArg tensor(stack[6]);
   Plan plan = read_whole_plan(tensor.view());
   PeerCall& c = plan.call;
@@ -306,6 +323,7 @@ void peer_run(StableIValue* stack, uint64_t, uint64_t) {
     set_source(c, i, shards[i], on_device ? 0 : bounds[2 * i], on_device ? 0 : bounds[2 * i + 1]);
   }
   for (int q = 0; q < c.num_outputs; ++q) set_output(c, q, outs[q]);
+  if (accumulators) set_accumulators(c, accumulators->view(), torch::stable::detail::to<int64_t>(stack[8]));
   check_alive(c);
   bool launched = false;
   enqueue(plan, shards[0].device_index(), launched);

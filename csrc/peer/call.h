@@ -137,6 +137,11 @@ struct alignas(16) PeerCall {
   int32_t part_stretches;        // of a tile, that one process sums
   uint64_t part_reciprocal;      // 2^32 / part_stretches, rounded up
   HeldRow held[kPeerMaxHosted];  // unless device_lengths is given
+
+  // Sums that others have begun (fold.cu): of all outputs, one behind the other, unrounded; null: +0.0. Only in one
+  // round, of rows that are read or written, without device_lengths.
+  const void* accumulators;
+  int32_t carried;  // contributions to each of them
 };
 
 // One launch on `stream` of the current device. Returns a cudaError_t as int.

@@ -21,6 +21,10 @@ int peer_launch(PeerCall& call, void* stream) {
     for (int i = 0; i < call.num_sources; ++i)
       call.held[i] = describe_held(call, i, call.sources[i].start, call.sources[i].length);
   const size_t spaces = call.num_threads / 32 * warp_space_bytes(call.num_ranks);
+  if (call.accumulators != nullptr) {
+    if (call.push || call.two_shot || call.move) return cudaErrorInvalidValue;
+    return peer_fold_launch(call, spaces, stream);
+  }
   if (call.push) return call.producer_warps > 0 ? peer_stream_launch(call, stream) : peer_push_launch(call, stream);
   if (call.two_shot) return peer_two_shot_launch(call, spaces, stream);
   return peer_one_shot_launch(call, spaces, stream);

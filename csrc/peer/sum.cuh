@@ -118,8 +118,27 @@ __device__ inline Raw<T> load_vector(const ActiveRow& row, int at) {
   return load_raw<T>(row.first + int64_t(at) * int(sizeof(T)));
 }
 
-// Sums [lo, hi) of a stretch, one vector a lane at a time; the adds of one element are in rank order.
-template <typename T, int ROWS>
+// Where the sums of those elements of the vector at `at` that lie in [lo, hi) start. `from`: where that of element 0 is.
+template <typename A, int V>
+__device__ __forceinline__ void load_start(const A* from, int at, int lo, int hi, A (&acc)[V]) {
+  constexpr int kPiece = 16 / int(sizeof(A));
+  from += at;
+  if (at >= lo && at + V <= hi && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+#pragma unroll
+    for (int j = 0; j < V; j += kPiece) {
+      const uint4 bits = load_private(reinterpret_cast<const char*>(from + j));
+      memcpy(&acc[j], &bits, 16);
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < V; ++j)
+    if (lo <= at + j && at + j < hi) acc[j] = from[j];
+}
+
+// Sums [lo, hi) of a stretch, one vector a lane at a time; the adds of one element are in rank order. kFold: they go on
+// from e.start, where element 0 of the stretch has its accumulator.
+template <typename T, int ROWS, bool kFold = false>
 __device__ __forceinline__ void sum_any(const Epilogue& e, const ActiveRow* list, int n, int columns, int lo, int hi) {
   constexpr int V = kVec<T>;
 #pragma unroll 1
@@ -127,6 +146,7 @@ __device__ __forceinline__ void sum_any(const Epilogue& e, const ActiveRow* list
     acc_t<T> acc[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) acc[j] = 0;
+    if constexpr (kFold) load_start<acc_t<T>, V>(static_cast<const acc_t<T>*>(e.start), at, lo, hi, acc);
 #pragma unroll 1
     for (int k = 0; k < n; k += ROWS) {
       Raw<T> raw[ROWS];
@@ -183,22 +203,27 @@ struct Work {
   int lo, hi;
 };
 
-template <typename T, typename Out, DType kOut>
+// kFold: `before` is the place of the range's element 0 among the call's accumulators.
+template <typename T, typename Out, DType kOut, bool kFold>
 __device__ __forceinline__ void sum_stretch(const PeerCall& c, const Shared& s, WarpSpace& space, const Work& w,
-                                            void* out) {
+                                            void* out, int64_t before) {
   constexpr int kRows = std::is_floating_point_v<acc_t<T>> ? kPeerBatch : kPeerBatch / 2;
   const Segment& x = space.segment;
   Epilogue e{};
   e.out = out;
   e.out_dtype = kOut;
   const bool whole = w.lo == 0 && w.hi == c.stretch_elements && reinterpret_cast<uintptr_t>(out) % 16 == 0;
-  if (whole && x.count == 0 && !c.has_scale) return store_zeros(static_cast<char*>(out), w.hi * int(sizeof(Out)));
+  if constexpr (kFold) {
+    e.start = static_cast<const acc_t<T>*>(c.accumulators) + before + w.first;
+    e.carried = c.carried;
+  }
+  if (!kFold && whole && x.count == 0 && !c.has_scale) return store_zeros(static_cast<char*>(out), w.hi * int(sizeof(Out)));
   if constexpr (std::is_floating_point_v<acc_t<T>>) {
     e.mean = c.mean;
     e.has_scale = c.has_scale;
     e.scale = c.scale;
     e.plain = !c.mean && !c.has_scale;
-    if (whole && e.plain && (x.count == 1 || x.count == 2)) {
+    if (!kFold && whole && e.plain && (x.count == 1 || x.count == 2)) {
       Out* to = static_cast<Out*>(out);
       const char *a = x.a + w.first * int(sizeof(T)), *b = x.b + w.first * int(sizeof(T));
       if (c.warp_columns == 8) return sum_two<T, Out, 8>(to, a, b, x.count);
@@ -208,7 +233,7 @@ __device__ __forceinline__ void sum_stretch(const PeerCall& c, const Shared& s, 
     }
   }
   const int n = list_active(s, c.num_ranks, w.first, w.lo, w.hi, c.in_bytes, space.list);
-  sum_any<T, kRows>(e, space.list, n, c.warp_columns, w.lo, w.hi);
+  sum_any<T, kRows, kFold>(e, space.list, n, c.warp_columns, w.lo, w.hi);
 }
 
 __device__ __forceinline__ void move_stretch(const PeerCall& c, const Shared& s, ActiveRow* list, const Work& w,
@@ -221,18 +246,19 @@ __device__ __forceinline__ void move_stretch(const PeerCall& c, const Shared& s,
   }
 }
 
-// Sums or moves a stretch of the warp's segment; `out` is where its element `first` would go.
+// Sums or moves a stretch of the warp's segment; `out` is where its element `first` would go. `before`: sum_stretch.
+template <bool kFold = false>
 __device__ __forceinline__ void run_stretch(const PeerCall& c, const Shared& s, WarpSpace& space, const Work& w,
-                                            char* out) {
+                                            char* out, int64_t before = 0) {
   switch (c.kind) {
-#define SHARDSUM_SUM(index, T, Out, in, out_dtype)              \
-  case index:                                                   \
-    sum_stretch<T, Out, DType::out_dtype>(c, s, space, w, out); \
+#define SHARDSUM_SUM(index, T, Out, in, out_dtype)                             \
+  case index:                                                                  \
+    sum_stretch<T, Out, DType::out_dtype, kFold>(c, s, space, w, out, before); \
     break;
     SHARDSUM_PEER_KINDS(SHARDSUM_SUM)
 #undef SHARDSUM_SUM
     default:
-      move_stretch(c, s, space.list, w, out);
+      if constexpr (!kFold) move_stretch(c, s, space.list, w, out);
   }
   __syncwarp();
 }

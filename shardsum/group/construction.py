@@ -16,6 +16,7 @@ from ..transports import costs as cost_tables
 from ..transports.domains import Domains, host
 from ..transports.domains import agree as agree_on_domains
 from ..transports.domains import check as check_domains
+from ..transports.peer.inside import inside_domains
 from ..transports.peer.peers import Peers
 from . import membership
 from .agreement import Agreement
@@ -83,5 +84,15 @@ def construct(
         peers = Peers(pg, agreement.gather_objects, owners, where, limit.total_seconds(), workspace_bytes)
         if transport == "peer" and peers.reason is not None:
             raise ValueError(f'transport: "peer" cannot be used: {peers.reason}')
-    router = Router(agreed, transport, table, peers)
-    return Built(Planner(Executor(owners, rank, wire, router, agreement, peers), agreement, where), pg, agreed, wire)
+    inside: Peers | None = None
+    alone: str | None = "not asked for"
+    carries = transport == "carry" or (transport == "auto" and peers is not None and peers.reason is not None)
+    if pg is not None and wire is not None and where.type == "cuda" and carries and 1 < agreed.count < world_size:
+        gather = agreement.gather_objects
+        inside, alone = inside_domains(
+            pg, gather, agreement.side.store, agreement.side.name, agreed, owners, where, limit.total_seconds(),
+            workspace_bytes,
+        )  # fmt: skip
+    router = Router(agreed, transport, table, peers, inside=alone is None)
+    executor = Executor(owners, rank, wire, router, agreement, peers, inside)
+    return Built(Planner(executor, agreement, where), pg, agreed, wire)

@@ -21,7 +21,7 @@ from ..core.numerics import NATIVE_DTYPES
 from ..local import kernels
 from ..local.ops import readable
 from ..native import loader as native
-from ..transports import TRANSPORTS, Rows, Stamp, Wire, carry, share
+from ..transports import TRANSPORTS, Rows, Stamp, Wire, carry, carry_peers, share
 from ..transports.peer.operators import MAX_ROW_DIMS
 from ..transports.peer.peers import Peers
 from ..transports.peer.transport import PreparedCall
@@ -51,6 +51,8 @@ class Executor:
         router: chooses how.
         calls: knows the numbers of the current call.
         peers: the peer transport, where processes can map each other's memory.
+        inside: the one of this process's domain, where processes can do so inside each domain alone. Its ``reason`` is
+            None.
 
     Attributes:
         last: the route of the last exchange.
@@ -65,7 +67,9 @@ class Executor:
         router: Router,
         calls: Calls,
         peers: Peers | None = None,
+        inside: Peers | None = None,
     ) -> None:
+        self.inside = inside
         self.owners, self.rank, self.wire, self.router, self.calls = tuple(owners), rank, wire, router, calls
         self.world_size = router.world_size
         self.virtual_ranks = tuple(v for v, owner in enumerate(self.owners) if owner == rank)
@@ -262,13 +266,28 @@ class Carried(Prepared):
     def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route, batched: bool) -> None:
         super().__init__(executor, terms, plan, route)
         assert route.carry is not None
-        self._schedule, self._batched = carry.Schedule(route.carry, executor.rank), batched
+        together = executor.inside is not None and route.carry.domains == executor.router.domains.of
+        self._schedule, self._batched = carry.Schedule(route.carry, executor.rank, rows=not together), batched
+        self._together, self._terms = together, terms
+        self._has_width = torch.Size(terms.row_shape).numel() > 0
+
+    @cached_property
+    def _launches(self) -> dict[int, list[carry_peers.Ready]] | None:
+        """Folds over peer memory, which is set up at the first call that needs it: collective in the domain."""
+        inside, terms, schedule = self._executor.inside, self._terms, self._schedule
+        if inside is None or not self._together or not self._has_width:
+            return None
+        launches = carry_peers.launches_of(schedule.carry, self._executor.rank)
+        said = fingerprint(terms, self._plan, self.route).hash
+        width = torch.Size(terms.row_shape).numel()
+        return carry_peers.prepare(launches, inside, width, terms.dtype, terms.reduce, said)
 
     def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
         self._executor.begin(self.route, self._stamp)
         results, wire = self._results(shards[0], outs), self._executor.wire
         assert wire is not None
-        steps = carry.run(self._schedule, shards, results, self._reduce, wire, self._batched)
+        number = self._executor.peer_number()
+        steps = carry.run(self._schedule, shards, results, self._reduce, wire, self._batched, self._launches, number)
         return Job(results, steps, True, wire)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.checks import is_count
+from ..transports.peer.peers import Peers
 from . import autograd
 from .agreement import Agreement
 from .arguments import check_bounds, check_planned_lengths, check_row_shape, check_rows
@@ -120,8 +121,8 @@ class Planner:
             return
         with self.calling("close"):
             self.agreement.agree("close", {})
-            if self.executor.peers is not None:
-                self.executor.peers.close()
+            for peers in self._all_peers:
+                peers.close()
         self._closed = True
         self._plans.clear()
         self.by_arguments.clear()
@@ -129,8 +130,12 @@ class Planner:
         self.agreement.close()
 
     @property
+    def _all_peers(self) -> list[Peers]:
+        return [peers for peers in (self.executor.peers, self.executor.inside) if peers is not None]
+
+    @property
     def workspace_bytes(self) -> int:
-        return 0 if self.executor.peers is None else self.executor.peers.workspace_bytes
+        return sum(peers.workspace_bytes for peers in self._all_peers)
 
     def leave(self) -> None:
         """End a call."""
@@ -183,8 +188,8 @@ class Planner:
 
     def check_peers(self) -> None:
         """Raise RuntimeError when a kernel timed out waiting for another process."""
-        if self.executor.peers is not None:
-            self.executor.peers.check()
+        for peers in self._all_peers:
+            peers.check()
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """What asynchronous calls run on."""

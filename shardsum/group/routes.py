@@ -67,15 +67,22 @@ class Router:
         transport: "auto" or the name of one.
         costs: constants of the "auto" choice by device type.
         peers: the peer transport, where processes can map each other's memory; "auto" takes it whenever it can.
+        inside: whether processes can do so inside each domain; then accumulators are folded over peer memory.
     """
 
     def __init__(
-        self, domains: Domains, transport: str, costs: Mapping[str, Costs], peers: Peers | None = None
+        self,
+        domains: Domains,
+        transport: str,
+        costs: Mapping[str, Costs],
+        peers: Peers | None = None,
+        inside: bool = False,
     ) -> None:
         self.world_size, self.domains = len(domains.of), domains
         self.transport, self._costs = transport, costs
         self._peers = peers if peers is not None and peers.reason is None else None
         self._no_peers = "" if peers is None or peers.reason is None else f"; no peer memory: {peers.reason}"
+        self._inside = inside
 
     def takes_peers(self) -> bool:
         """Whether exchanges go over peer memory."""
@@ -95,7 +102,9 @@ class Router:
         if self.transport != "auto":
             return candidates[self.transport]
         times = ", ".join(f"{name} {route.microseconds:.0f} us" for name, route in candidates.items())
-        return replace(best_of(candidates), reason=f"predicted {times}{self._no_peers}")
+        best = best_of(candidates)
+        over = "; folds over peer memory inside domains" if best.carry is not None and self._inside else ""
+        return replace(best, reason=f"predicted {times}{self._no_peers}{over}")
 
     def candidates(
         self, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce, device_type: str,
@@ -126,7 +135,8 @@ class Router:
         sizes = dict(zip(KINDS, (width * size for size in itemsizes)))
         lag = 1 if device_type == "cpu" else 2
         found = choose(plan, self.domains, costs, sizes, lag, reduce.op == "mean")
-        reason = f'transport="carry" was asked for ({found.describe()})'
+        folds = ", folded over peer memory" if self._inside and not found.alone else ""
+        reason = f'transport="carry" was asked for ({found.describe()}{folds})'
         load = found.load
         return Route(
             "carry", False, found.plan.chunks, load.egress, load.ingress, reason, load, found.microseconds, found.plan

@@ -2,13 +2,14 @@
 
 Not a transport of rows (:mod:`base`): it folds by itself, with kernels that go on from a received accumulator in one
 pass over memory. On gloo a fold waits for what it needs alone, and transfers of later steps are under way meanwhile;
-on NCCL each step's transfers are one batch on its stream, beside which the folds of the step before run.
+on NCCL each step's transfers are one batch on its stream, beside which the folds of the step before run. Where the
+processes of a domain have peer memory, they fold together (:mod:`.carry_peers`) and send each other no rows.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from ..core.numerics import accumulator_dtype
 from ..local import kernels
 from ..local.ops import readable
 from .carry_items import ACCUMULATORS, KINDS, RESULTS, ROWS, Item, Message
+from .carry_peers import Ready, joined
 from .carry_plan import CarryPlan
 from .links import Links, Transfer
 from .wire import Wire
@@ -42,13 +44,18 @@ class Reduce(Protocol):
 class Schedule:
     """What one process does, step by step.
 
+    Args:
+        carry: what all processes do.
+        process: this one.
+        rows: whether rows are sent inside domains; else they go over peer memory.
+
     Attributes:
         receives, sends: messages by step.
         folds: (piece, stage) by step.
         slots: where accumulators that are sent lie in their message, by (piece, stage): the message, first row.
     """
 
-    def __init__(self, carry: CarryPlan, process: int) -> None:
+    def __init__(self, carry: CarryPlan, process: int, rows: bool = True) -> None:
         self.carry, self.process = carry, process
         self.sources = carry.plan.hosted_sources(process)
         self.sinks = [carry.plan.sinks[q] for q in carry.plan.hosted_sinks(process)]
@@ -56,6 +63,8 @@ class Schedule:
         self.receives: dict[int, list[Message]] = defaultdict(list)
         self.slots: dict[tuple[int, int], tuple[Message, int]] = {}
         for message in carry.messages_of(process):
+            if message.kind == ROWS and not rows:
+                continue
             mine = message.sender == process
             (self.sends if mine else self.receives)[message.step].append(message)
             if mine and message.kind == ACCUMULATORS:
@@ -73,7 +82,14 @@ class Schedule:
 
 
 def run(
-    plan: Schedule, shards: Sequence[Tensor], outs: Sequence[Tensor], reduce: Reduce, wire: Wire, batched: bool = False
+    plan: Schedule,
+    shards: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    reduce: Reduce,
+    wire: Wire,
+    batched: bool = False,
+    launches: Mapping[int, Sequence[Ready]] | None = None,
+    number: int = 0,
 ) -> Iterator[None]:
     """Sum ``shards`` into ``outs``; a generator that stops once after the first transfers have started.
 
@@ -84,20 +100,30 @@ def run(
         reduce: what the last stage does. A mean needs a plan that is ``counted``.
         wire: the processes, the timeout, the count of bytes.
         batched: each step's transfers are one batch, as NCCL needs them; the plan's ``lag`` is 2 then.
+        launches: of every step, where the domain folds over peer memory (of a plan without ``rows``).
+        number: of the call, for these.
     """
     if shards[0].shape[1:].numel() == 0:
         return
     if batched:
         wire.meet(shards[0].device)
-    yield from _Run(plan, shards, outs, reduce, Links(wire, batched)).steps()
+    yield from _Run(plan, shards, outs, reduce, Links(wire, batched), launches, number).steps()
 
 
 class _Run:
     """One call of :func:`run`. All tensors are ``(positions, width)`` here."""
 
     def __init__(
-        self, plan: Schedule, shards: Sequence[Tensor], outs: Sequence[Tensor], reduce: Reduce, links: Links
+        self,
+        plan: Schedule,
+        shards: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        reduce: Reduce,
+        links: Links,
+        launches: Mapping[int, Sequence[Ready]] | None,
+        number: int,
     ) -> None:
+        self.launches, self.number = launches, number
         self.plan, self.pieces, self.reduce, self.links = plan, plan.carry.pieces, reduce, links
         self.first, self.width = shards[0], shards[0].shape[1:].numel()
         self.dtypes = dict(zip(KINDS, (self.first.dtype, accumulator_dtype(self.first.dtype), reduce.dtype)))
@@ -111,7 +137,7 @@ class _Run:
         self.arriving: dict[int, list[tuple[Message, Tensor, Transfer]]] = defaultdict(list)
 
     def steps(self) -> Iterator[None]:
-        last, batched = self.plan.steps, self.links.batched
+        last, batched = max(self.plan.steps, 1 + max(self.launches or (), default=-1)), self.links.batched
         self.fill_empty()
         for step in range(1 if batched else 1 + _AHEAD):
             self.post_early(step)
@@ -123,8 +149,12 @@ class _Run:
                 self.post_late(step + 1)
             self.take(step, ROWS)
             self.take(step, ACCUMULATORS)
-            for piece, stage in self.plan.folds.get(step, ()):
-                self.fold(piece, stage)
+            if self.launches is not None:
+                for ready in self.launches.get(step, ()):
+                    self.fold_over_peers(ready)
+            else:
+                for piece, stage in self.plan.folds.get(step, ()):
+                    self.fold(piece, stage)
             if not batched:
                 self.post_late(step + 1)
         for step in range(last):
@@ -199,7 +229,7 @@ class _Run:
 
     def fold(self, index: int, number: int) -> None:
         piece, (_, sources, carried) = self.pieces[index], self.pieces[index].stages[number]
-        begin, end = piece.interval
+        begin = piece.interval[0]
         rows, starts = [], []
         for r in sources:
             if not length(intersect(self.plan.carry.plan.sources[r], piece.interval)):
@@ -210,17 +240,33 @@ class _Run:
                 at, row = self.rows.pop((index, r))
             rows.append(row)
             starts.append(at - begin)
-        carry = self.accumulators.pop((index, number - 1)) if number else None
+        carry, out = self.accumulators.pop((index, number - 1)) if number else None, self.folded(index, number)
         if number + 1 < len(piece.stages):
-            message, first = self.plan.slots[index, number]
-            key = message.step, message.receiver
-            if key not in self.buffers:
-                self.buffers[key] = self.new(message.positions, ACCUMULATORS)
-            out = self.buffers[key][first : first + end - begin]
             kernels.sum_rows_carry(out, carry, rows, starts, carried, False, None)
         else:
-            out = self.result(Item(piece.interval, index, -1))
             kernels.sum_rows_carry(out, carry, rows, starts, carried, self.reduce.op == "mean", self.reduce.scale)
+
+    def folded(self, index: int, number: int) -> Tensor:
+        """Where a fold writes: into the message that carries it on, or the result."""
+        piece = self.pieces[index]
+        if number + 1 == len(piece.stages):
+            return self.result(Item(piece.interval, index, -1))
+        message, first = self.plan.slots[index, number]
+        key = message.step, message.receiver
+        if key not in self.buffers:
+            self.buffers[key] = self.new(message.positions, ACCUMULATORS)
+        return self.buffers[key][first : first + length(piece.interval)]
+
+    def fold_over_peers(self, ready: Ready) -> None:
+        launch, accumulators = ready.launch, None
+        rows = []
+        for source, (begin, end) in launch.rows:
+            at = self.plan.carry.plan.sources[source][0]
+            rows.append(self.readable[source][begin - at : end - at] if begin < end else self.readable[source][:0])
+        if launch.goes_on and launch.folds:
+            accumulators = joined([self.accumulators.pop((index, number - 1)) for index, number in launch.folds])
+        outs = [self.folded(index, number) for index, number in launch.folds]
+        ready.call(outs, rows, ready.bounds, None, None, self.number, accumulators, launch.carried)
 
     def fill_empty(self) -> None:
         """Fill wanted positions that no source holds."""

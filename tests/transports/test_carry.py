@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from shardsum.core.layout import ExchangePlan, length, owners_of
 from shardsum.core.numerics import accumulator_dtype, resolve_out_dtype
 from shardsum.group.executor import Reduce
 from shardsum.native import loader as native
-from shardsum.transports import TaggedWire, carry, stamp
+from shardsum.transports import TaggedWire, carry, carry_peers, stamp
 from shardsum.transports.carry_plan import ACCUMULATORS, RESULTS, ROWS, CarryPlan
+from shardsum.transports.peer.members import Members
+from shardsum.transports.store import BoundedStore
 from tests.processes import run_processes
 from tests.values import FLOATS, INTEGERS, random_values
 
@@ -64,8 +67,49 @@ def problem(seed: int, world: int) -> tuple[CarryPlan, torch.dtype, Reduce, tupl
     return plan, dtype, Reduce(op, scale, out_dtype), rng.choice([(), (3,), (2, 5), (0,), (70,)])
 
 
-def sums(rank: int, world: int, seeds: list[int]) -> list[str]:
-    """The problems whose results differ from the definition."""
+class SlowPeers:
+    """What the peer transport of a domain does, by loops over rows that its processes send each other as objects."""
+
+    def __init__(self, members: tuple[int, ...], rank: int) -> None:
+        self.rank = members.index(rank)
+        store = BoundedStore.clone(_get_default_store(), 30).under(f"inside/{members}")
+        self.members = Members(store, "a domain", self.rank, len(members), 30)
+
+    def prepare(
+        self, plan: ExchangePlan, width: int, dtype: torch.dtype, out_dtype: torch.dtype, op: str, scale: float | None,
+        signature: int, goes_on: bool,
+    ) -> tuple[Any, list[int]]:  # fmt: skip
+        hosted = plan.hosted_sources(self.rank)
+
+        def call(
+            outs: list[torch.Tensor], rows: list[torch.Tensor], bounds: list[int], starts: None, lengths: None,
+            number: int, accumulators: torch.Tensor | None, carried: int,
+        ) -> None:  # fmt: skip
+            assert bounds == [0] * (2 * len(hosted)) and number == 77 and starts is lengths is None
+            assert [tuple(x.shape) for x in rows] == [(length(plan.sources[r]), width) for r in hosted]
+            assert (accumulators is not None) == (goes_on and len(outs) > 0) and all(x.is_contiguous() for x in rows)
+            everyone = self.members.gather((plan.sinks, dict(zip(hosted, rows))))
+            assert {sinks for sinks, _ in everyone} == {plan.sinks}
+            held = {r: x for _, given in everyone for r, x in given.items()}
+            done = 0
+            for q, out in zip(plan.hosted_sinks(self.rank), outs, strict=True):
+                begin, end = plan.sinks[q]
+                starts_here = [plan.sources[r][0] - begin for r in sorted(held)]
+                carry = None if accumulators is None else accumulators[done : done + end - begin]
+                done += end - begin
+                total = reference.ragged_sum(
+                    [held[r] for r in sorted(held)], starts_here, end - begin, op=op, scale=scale, out_dtype=out_dtype,
+                    carry=carry, carried=carried,
+                )  # fmt: skip
+                out.copy_(total)
+            assert accumulators is None or done == accumulators.shape[0]
+
+        return call, [0] * (2 * len(hosted))
+
+
+def sums(rank: int, world: int, seeds: list[int], together: bool) -> list[str]:
+    """The problems whose results differ from the definition. ``together``: domains fold over (slow) peer memory."""
+    domains: dict[tuple[int, ...], SlowPeers] = {}
     native.load()
     store, limit = dist.PrefixStore("carry", _get_default_store()), timedelta(seconds=30)
     wire, wrong = TaggedWire(dist.ProcessGroupGloo(store, rank, world, limit), limit), []
@@ -82,20 +126,31 @@ def sums(rank: int, world: int, seeds: list[int]) -> list[str]:
         wire.begin(stamp("sum", {"problem": seed}), seed)
         wire.traffic.sent = wire.traffic.received = 0
         batched = plan.lag == 2 and seed % 2 == 1  # as on NCCL
-        for _ in carry.run(carry.Schedule(plan, rank), mine or [shards[0][:0]], outs, reduce, wire, batched):
+        shared, launches = plan.members[plan.domains[rank]], None
+        if together and len(shared) > 1 and shards[0].shape[1:].numel():
+            if shared not in domains:
+                domains[shared] = SlowPeers(shared, rank)
+            width = shards[0].shape[1:].numel()
+            launches = carry_peers.prepare(
+                carry_peers.launches_of(plan, rank), domains[shared], width, dtype, reduce, seed
+            )
+        schedule = carry.Schedule(plan, rank, rows=not together)
+        for _ in carry.run(schedule, mine or [shards[0][:0]], outs, reduce, wire, batched, launches, 77):
             pass
         for q, out in zip(hosted, outs):
             if not bits.equal(out, want[q]):
                 wrong.append(f"problem {seed}, sink {q}: {bits.first_difference(out, want[q])}")
         width = shards[0].shape[1:].numel()
         sizes = {ROWS: dtype.itemsize, ACCUMULATORS: accumulator_dtype(dtype).itemsize, RESULTS: reduce.dtype.itemsize}
-        sent = sum(n * sizes[k] * width for (k, a, _), n in plan.traffic.items() if a == rank)
+        kinds = (ACCUMULATORS, RESULTS) if together else (ROWS, ACCUMULATORS, RESULTS)
+        sent = sum(n * sizes[k] * width for (k, a, _), n in plan.traffic.items() if a == rank and k in kinds)
         if wire.traffic.sent != sent:
             wrong.append(f"problem {seed}: sent {wire.traffic.sent} bytes, predicted {sent}")
     return wrong
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_carried_sums_have_the_bits_of_the_definition(world: int) -> None:
-    for wrong in run_processes(sums, world, list(range(1000 * world, 1000 * world + 60)), timeout=100):
+@pytest.mark.parametrize(("world", "together"), [(2, False), (3, False), (4, False), (4, True)])
+def test_carried_sums_have_the_bits_of_the_definition(world: int, together: bool) -> None:
+    seeds = list(range(1000 * world, 1000 * world + (20 if together else 60)))
+    for wrong in run_processes(sums, world, seeds, together, timeout=100):
         assert not wrong, wrong[:5]

@@ -18,13 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...native import loader as native
+from .members import Group, Members, place_in
 
 Gather = Callable[[Any], list[Any]]
 _TEST_WORDS = 512
 
 
-def gather_objects(group: dist.ProcessGroup) -> Gather:
-    """The default ``gather``: torch.distributed's own."""
+def gather_objects(group: Group) -> Gather:
+    """The default ``gather``: torch.distributed's own, or that of :class:`.Members`."""
+    if isinstance(group, Members):
+        return group.gather
 
     def gather(value: Any) -> list[Any]:
         values: list[Any] = [None] * dist.get_world_size(group)
@@ -39,7 +42,7 @@ def shares_gpus() -> bool:
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
-def available(group: dist.ProcessGroup, device: torch.device, gather: Gather | None = None) -> str | None:
+def available(group: Group, device: torch.device, gather: Gather | None = None) -> str | None:
     """Why the processes of ``group`` cannot read each other's memory from a kernel, or None; the same on all."""
     gather = gather or gather_objects(group)
     places = gather(_place(device))
@@ -48,7 +51,7 @@ def available(group: dist.ProcessGroup, device: torch.device, gather: Gather | N
             return f"process {process}: {place}"
     if len(places) < 2:
         return "one process has no peers"
-    verdicts = gather(unreachable(places[dist.get_rank(group)], places, _visible(), shares_gpus(), _can_access))
+    verdicts = gather(unreachable(places[place_in(group)[0]], places, _visible(), shares_gpus(), _can_access))
     return next((f"process {process}: {verdict}" for process, verdict in enumerate(verdicts) if verdict), None)
 
 
@@ -103,10 +106,10 @@ class SymmetricMemory:
         addresses: of every process's block, as mapped here.
     """
 
-    def __init__(self, num_bytes: int, group: dist.ProcessGroup, device: torch.device, gather: Gather) -> None:
+    def __init__(self, num_bytes: int, group: Group, device: torch.device, gather: Gather) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        rank, world_size = place_in(group)
         sizes = gather(num_bytes)
         if len(set(sizes)) > 1:
             raise ValueError(f"symmetric memory: processes ask for different sizes: {sizes} bytes")
@@ -114,7 +117,11 @@ class SymmetricMemory:
         self.local = symmetric._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         self.local.zero_()
         torch.cuda.synchronize(device)
-        self._handle = symmetric.rendezvous(self.local, group)
+        if isinstance(group, Members):
+            symmetric._SymmetricMemory.set_group_info(group.name, rank, world_size, group.store.raw())
+            self._handle = symmetric._SymmetricMemory.rendezvous(self.local, group.name)
+        else:
+            self._handle = symmetric.rendezvous(self.local, group)
         views = [self._handle.get_buffer(g, (num_bytes,), torch.uint8) for g in range(world_size)]
         self.addresses = [view.data_ptr() for view in views]
         wrong = self._test(views, rank, device, gather)

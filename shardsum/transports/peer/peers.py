@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...core.layout import ExchangePlan, intervals_of
 from ...local.ops import readable
 from .layout import MAX_HOSTED, MAX_RANKS, MemoryLayout, choose_regions, default_staging
+from .members import Group, place_in
 from .memory import Gather, available
 from .prepared import PreparedCall
 from .traffic import predict
@@ -38,7 +38,7 @@ class Peers:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: Group,
         gather: Gather,
         owners: Sequence[int],
         device: torch.device,
@@ -49,7 +49,7 @@ class Peers:
         self._gather, self._timeout, self._most_bytes = gather, timeout, workspace_bytes
         self._transport: PeerTransport | None = None
         self._tuning = Tuning()
-        world_size = dist.get_world_size(group)
+        _, world_size = place_in(group)
         hosted = max(owners.count(p) for p in range(world_size))
         if len(owners) > MAX_RANKS or hosted > MAX_HOSTED:
             self.reason: str | None = f"at most {MAX_RANKS} virtual ranks, {MAX_HOSTED} on a process"
@@ -118,10 +118,14 @@ class Peers:
         op: str,
         scale: float | None,
         signature: int = 0,
+        goes_on: bool = False,
     ) -> tuple[PreparedCall, list[int]]:
         """Such an exchange with nothing left to decide, and the bounds of this process's sources: start and length
-        each. ``prepared(outs, shards, bounds)`` runs it; :meth:`.PreparedCall.bind` makes the operators' plan of it."""
-        prepared = self.transport.prepare(plan, width, dtype, out_dtype, op, scale, signature=signature)
+        each. ``prepared(outs, shards, bounds)`` runs it; :meth:`.PreparedCall.bind` makes the operators' plan of it.
+        ``goes_on``: it is given accumulators."""
+        prepared = self.transport.prepare(
+            plan, width, dtype, out_dtype, op, scale, signature=signature, goes_on=goes_on
+        )
         held = [plan.sources[r] for r in plan.hosted_sources(self.transport.rank)]
         return prepared, [bound for begin, end in held for bound in (begin, end - begin)]
 

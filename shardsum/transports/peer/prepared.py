@@ -65,6 +65,8 @@ class PreparedCall:
         starts: Tensor | None = None,
         lengths: Tensor | None = None,
         number: int = 0,
+        accumulators: Tensor | None = None,
+        carried: int = 0,
     ) -> None:
         """Run on the current stream. Tensors are contiguous, on the transport's device, one a hosted sink or source.
 
@@ -76,12 +78,14 @@ class PreparedCall:
                 result and to the shard. ``starts`` None: 0.
             number: of this call among those of its group, equal on all processes: the number that its state has after
                 it (:mod:`.operators`).
+            accumulators: sums of earlier rows, of ``carried`` rows each, at which these start: ``(sum of |O_q|, *F)``,
+                in the accumulator's dtype. Only of a call that was prepared to go on.
 
         Raises:
             RuntimeError: the group has failed; a capture of a signature that has not run; what CUDA says.
         """
         try:
-            peer_run(outs, shards, bounds, starts, lengths, number, self._plan)
+            peer_run(outs, shards, bounds, starts, lengths, number, self._plan, accumulators, carried)
         except RuntimeError:
             self._owner.check()
             raise

@@ -56,6 +56,7 @@ class Message:
         in_bytes, out_bytes: of an element.
         move, replicated: bytes are copied, not summed; every process gets the whole result.
         floats: the elements are of a float dtype.
+        goes_on: sums start at accumulators of earlier rows, not at +0.0.
     """
 
     size: int
@@ -68,6 +69,7 @@ class Message:
     move: bool
     replicated: bool
     floats: bool = True
+    goes_on: bool = False
 
     @property
     def vector(self) -> int:
@@ -94,7 +96,13 @@ class Shape:
 
 
 def describe_message(
-    plan: ExchangePlan, width: int, in_bytes: int, out_bytes: int, move: bool, floats: bool = True
+    plan: ExchangePlan,
+    width: int,
+    in_bytes: int,
+    out_bytes: int,
+    move: bool,
+    floats: bool = True,
+    goes_on: bool = False,
 ) -> Message:
     """The message of one exchange; a replicated one does not depend on the plan's sources."""
     replicated = is_replicated(plan)
@@ -106,7 +114,8 @@ def describe_message(
     most = size if replicated else max(length(needed(plan, r, held)) for r, held in enumerate(plan.sources))
     if move:
         width, in_bytes, out_bytes = width * in_bytes, 1, 1
-    return Message(size, width, extent, longest, most, in_bytes, out_bytes, move, replicated, floats and not move)
+    floats = floats and not move
+    return Message(size, width, extent, longest, most, in_bytes, out_bytes, move, replicated, floats, goes_on)
 
 
 def is_replicated(plan: ExchangePlan) -> bool:
@@ -136,6 +145,8 @@ def choose_way(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: bool 
     """How the rows of ``m`` cross the links; ``two_shot`` forces one or two rounds for a replicated sum."""
     if two_shot and (m.move or not m.replicated):
         raise ValueError("two_shot: only for a sum that every process gets")
+    if m.goes_on:
+        return "write" if layout.writes else "read"
     if two_shot is None:
         if is_pushed(m, layout):
             return "push"

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...core.layout import ExchangePlan
@@ -34,6 +33,7 @@ from .layout import (
     choose_regions,
     default_staging,
 )
+from .members import Group, place_in
 from .memory import Gather, available, gather_objects, shares_gpus
 from .operators import DTYPE_CODES
 from .prepared import PreparedCall, plan_words
@@ -72,7 +72,7 @@ class PeerTransport:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: Group,
         owners: Sequence[int],
         device: torch.device,
         *,
@@ -83,7 +83,7 @@ class PeerTransport:
         gather: Gather | None = None,
     ) -> None:
         self.owners, self.device = tuple(owners), device
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.world_size = place_in(group)
         self.timeout, self.tuning = timeout, tuning or Tuning()
         self._gather = gather or gather_objects(group)
         reason = available(group, device, self._gather)
@@ -171,6 +171,7 @@ class PeerTransport:
         scale: float | None = None,
         two_shot: bool | None = None,
         signature: int = 0,
+        goes_on: bool = False,
     ) -> PreparedCall:
         """The launch of such a call; the last 256 are kept.
 
@@ -179,6 +180,7 @@ class PeerTransport:
             two_shot: force an all_reduce's way.
             signature: whatever else must be equal on all processes; it and the arguments above make up what they
                 compare in every launch.
+            goes_on: the call is given accumulators.
 
         Raises:
             ValueError: what the transport cannot do: 2**31 positions, more than 32 outputs, more rows (of all, or of
@@ -198,11 +200,12 @@ class PeerTransport:
             factor,
             two_shot,
             signature,
+            goes_on,
         )
         found = self._calls.get(key)
         if found is None:
             message = shapes.describe_message(
-                plan, width, dtype.itemsize, out_dtype.itemsize, op == "copy", dtype.is_floating_point
+                plan, width, dtype.itemsize, out_dtype.itemsize, op == "copy", dtype.is_floating_point, goes_on
             )
             shape = shapes.choose_shape(message, self.layout, self.tuning, two_shot)
             codes = (_BYTES, _BYTES) if op == "copy" else (DTYPE_CODES[dtype], DTYPE_CODES[out_dtype])

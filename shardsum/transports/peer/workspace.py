@@ -21,9 +21,9 @@ from collections.abc import Callable
 from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.distributed as dist
 
 from .layout import Regions
+from .members import Group, place_in
 from .memory import Gather, SymmetricMemory
 from .prepared import Addresses
 
@@ -31,7 +31,7 @@ _BACKWARD = 1 << 31  # in the number of a call
 _DIFFERS = 2  # FailureKind in csrc/peer/call.h
 
 #: By process group and device; an entry goes with its process group, or when its last user releases it.
-_workspaces: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Workspace]] = WeakKeyDictionary()
+_workspaces: WeakKeyDictionary[Group, dict[torch.device, Workspace]] = WeakKeyDictionary()
 #: Those that failed.
 _kept: list[Workspace] = []
 
@@ -45,9 +45,9 @@ class Workspace:
         users: how many have acquired it and not released it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, regions: Regions, gather: Gather) -> None:
+    def __init__(self, group: Group, device: torch.device, regions: Regions, gather: Gather) -> None:
         self.regions, self.users = regions, 0
-        self._rank, self._group, self._device = dist.get_rank(group), ref(group), device
+        self._rank, self._group, self._device = place_in(group)[0], ref(group), device
         self._memory = SymmetricMemory(regions.total_bytes, group, device, gather)
         self._memory.local[regions.inbox_at :].fill_(255)  # empty words: csrc/peer/words.cuh
         self._control = torch.zeros(4, dtype=torch.int32, device=device)
@@ -64,9 +64,7 @@ class Workspace:
         gather(None)  # nobody writes before all inboxes are empty
 
     @staticmethod
-    def acquire(
-        group: dist.ProcessGroup, device: torch.device, choose: Callable[[], Regions], gather: Gather
-    ) -> Workspace:
+    def acquire(group: Group, device: torch.device, choose: Callable[[], Regions], gather: Gather) -> Workspace:
         """The workspace of these processes; made, of the regions that ``choose()`` says, if there is none. Collective.
 
         Raises:

@@ -1,0 +1,174 @@
+"""Folds over peer memory: what the processes of a domain fold in one step goes in launches that all of them make.
+
+A launch is an exchange inside the domain (:mod:`.peer`): it moves the rows of a run to the processes that handle its
+positions and adds them as they come, onto the accumulators that these have received, in one pass over memory. Its
+result is unrounded where another stage follows.
+
+Folds of one step share a launch where they add the same sources, and where what comes after the sum is the same. Every
+process of the domain makes it, also one that folds nothing in it: its rows are needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.layout import ExchangePlan, Interval, intersect, length
+from ..core.numerics import NATIVE_DTYPES, accumulator_dtype
+from .carry_plan import CarryPlan
+from .peer.layout import MAX_HOSTED
+from .peer.peers import Peers
+from .peer.prepared import PreparedCall
+
+
+class Launch(NamedTuple):
+    """What the processes of a domain fold together.
+
+    Attributes:
+        plan: of the domain's processes, numbered from 0; position 0 is ``begin`` of the exchange.
+        begin: the first position that anybody folds.
+        rows: ``(source, interval)`` of the exchange that this process gives, one for each that it hosts in ``plan``.
+        folds: ``(piece, stage)`` of this process, one for each of its sinks in ``plan``.
+        goes_on: whether there are accumulators to start at.
+        ends: whether the sums are complete then.
+        carried: contributions to each accumulator, where the plan counts them.
+    """
+
+    plan: ExchangePlan
+    begin: int
+    rows: tuple[tuple[int, Interval], ...]
+    folds: tuple[tuple[int, int], ...]
+    goes_on: bool
+    ends: bool
+    carried: int
+
+
+class Ready(NamedTuple):
+    """A launch with nothing left to decide: ``call(outs, shards, bounds, ...)``."""
+
+    launch: Launch
+    call: PreparedCall
+    bounds: list[int]
+
+
+class Reduce(Protocol):
+    """What the last stage does."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def scale(self) -> float | None: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def launches_of(carry: CarryPlan, process: int) -> dict[int, list[Launch]]:
+    """By step, the launches of the domain of ``process``, in the order in which its processes make them."""
+    together: dict[tuple[int, tuple[int, ...], bool, bool, int], list[tuple[int, int]]] = defaultdict(list)
+    for index, piece in enumerate(carry.pieces):
+        for s, stage in enumerate(piece.stages):
+            if carry.domains[stage.process] == carry.domains[process]:
+                ends = s + 1 == len(piece.stages)
+                key = piece.chunk + carry.lag * s, stage.sources, s > 0, ends, stage.carried if ends else 0
+                together[key].append((index, s))
+    launches: dict[int, list[Launch]] = defaultdict(list)
+    for key in sorted(together):
+        step, added, goes_on, ends, carried = key
+        for folds in _fitting(carry, together[key]):
+            launches[step].append(_launch(carry, process, added, folds, goes_on, ends, carried))
+    return dict(launches)
+
+
+def prepare(
+    launches: Mapping[int, Sequence[Launch]],
+    peers: Peers,
+    width: int,
+    dtype: torch.dtype,
+    reduce: Reduce,
+    signature: int,
+) -> dict[int, list[Ready]]:
+    """Make launches ready. Collective inside the domain where ``peers`` are not set up yet.
+
+    Args:
+        peers: of the domain.
+        width: elements of a position.
+        dtype: of the rows.
+        signature: as in :meth:`.peer.transport.PeerTransport.prepare`.
+    """
+    read = dtype if dtype in NATIVE_DTYPES else torch.int64
+    found: dict[int, list[Ready]] = {}
+    for step, several in launches.items():
+        found[step] = []
+        for x in several:
+            last = (reduce.dtype, reduce.op, reduce.scale) if x.ends else (accumulator_dtype(dtype), "sum", None)
+            found[step].append(Ready(x, *peers.prepare(x.plan, width, read, *last, signature, x.goes_on)))
+    return found
+
+
+def _fitting(carry: CarryPlan, folds: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """The same folds in parts with no more outputs on a process than a launch has room for."""
+    part: list[tuple[int, int]] = []
+    outputs: Counter[int] = Counter()
+    for index, s in folds:
+        handler = carry.pieces[index].stages[s].process
+        if outputs[handler] == MAX_HOSTED:
+            yield part
+            part, outputs = [], Counter()
+        part.append((index, s))
+        outputs[handler] += 1
+    yield part
+
+
+def _launch(
+    carry: CarryPlan,
+    process: int,
+    added: tuple[int, ...],
+    folds: Sequence[tuple[int, int]],
+    goes_on: bool,
+    ends: bool,
+    carried: int,
+) -> Launch:
+    members = carry.members[carry.domains[process]]
+    number = {p: i for i, p in enumerate(members)}
+    intervals = [carry.pieces[index].interval for index, _ in folds]
+    handlers = [carry.pieces[index].stages[s].process for index, s in folds]
+    begin, end = min(a for a, _ in intervals), max(b for _, b in intervals)
+
+    def moved(interval: Interval) -> Interval:
+        return interval[0] - begin, interval[1] - begin
+
+    held = []  # all sources of the domain: each process gives at least one row, if an empty one
+    for source, owner in enumerate(carry.plan.source_owners):
+        if owner in number:
+            common = intersect(carry.plan.sources[source], (begin, end))
+            held.append((source, owner, common if source in added and length(common) else (begin, begin)))
+    plan = ExchangePlan(
+        tuple(moved(interval) for _, _, interval in held),
+        tuple(number[owner] for _, owner, _ in held),
+        tuple(map(moved, intervals)),
+        tuple(number[p] for p in handlers),
+        len(members),
+    )
+    return Launch(
+        plan,
+        begin,
+        tuple((source, interval) for source, owner, interval in held if owner == process),
+        tuple(fold for fold, handler in zip(folds, handlers) if handler == process),
+        goes_on,
+        ends,
+        carried,
+    )
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Parts of ``(positions, width)`` one behind the other: as they are, where they lie so."""
+    first, end = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != end:
+            return torch.cat(parts)
+        end += part.numel() * part.element_size()
+    return first.as_strided((sum(part.shape[0] for part in parts), first.shape[1]), first.stride())

@@ -1,0 +1,59 @@
+"""Who maps each other's memory: a torch.distributed group, or some processes of one.
+
+Those have no process group of their own: torch names a group of some processes by how many groups a process is in,
+which may differ between them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from ..store import BoundedStore
+
+_LONGEST_PAUSE_S = 0.01
+
+
+class Members:
+    """Some processes of a group, which find each other in a store.
+
+    Args:
+        store: a part of the store for these processes alone.
+        name: equal on all of them, and nobody else's.
+        rank: this process's number among them.
+        size: how many they are.
+        limit: seconds that one waits for another.
+    """
+
+    def __init__(self, store: BoundedStore, name: str, rank: int, size: int, limit: float) -> None:
+        self.store, self.name, self.rank, self.size = store, name, rank, size
+        self._limit, self._gathers = limit, 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every member's ``value`` (small, picklable), in their order. RuntimeError where one does not come."""
+        self._gathers += 1
+        self.store.set(f"{self._gathers}/{self.rank}", pickle.dumps(value).hex())
+        return [pickle.loads(bytes.fromhex(self._wait_for(f"{self._gathers}/{p}", p))) for p in range(self.size)]
+
+    def _wait_for(self, key: str, member: int) -> str:
+        deadline, pause = time.monotonic() + self._limit, 0.0002
+        while (found := self.store.get(key)) is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"peer memory: member {member} of this domain did not come within {self._limit:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return found
+
+
+#: What a peer transport is made for.
+Group = dist.ProcessGroup | Members
+
+
+def place_in(group: Group) -> tuple[int, int]:
+    """This process's number in the group, and how many there are."""
+    if isinstance(group, Members):
+        return group.rank, group.size
+    return dist.get_rank(group), dist.get_world_size(group)
