@@ -118,9 +118,9 @@ class ThroughTheHost(Wire):
             into[0].copy_(into[1])
 
 
-def on_one_gpu(ranks: int, placement: str | list[int], domains: list, **options: Any) -> ShardGroup:
+def on_one_gpu(ranks: int, placement: str | list[int], domains: list) -> ShardGroup:
     torch.cuda.set_device(0)
-    group = ShardGroup(ranks, transport="carry", domains=domains, placement=placement, device="cuda", **options)
+    group = ShardGroup(ranks, transport="carry", domains=domains, placement=placement, device="cuda", timeout=60)
     executor = group._planner.executor
     assert executor.inside is not None
     executor.wire = ThroughTheHost(group._planner.agreement.side.wire)

@@ -31,12 +31,22 @@ class Members:
     def __init__(self, store: BoundedStore, name: str, rank: int, size: int, limit: float) -> None:
         self.store, self.name, self.rank, self.size = store, name, rank, size
         self._limit, self._gathers = limit, 0
+        self._registered: dist.ProcessGroup | None = None
 
     def gather(self, value: Any) -> list[Any]:
         """Every member's ``value`` (small, picklable), in their order. RuntimeError where one does not come."""
         self._gathers += 1
         self.store.set(f"{self._gathers}/{self.rank}", pickle.dumps(value).hex())
         return [pickle.loads(bytes.fromhex(self._wait_for(f"{self._gathers}/{p}", p))) for p in range(self.size)]
+
+    def register(self) -> None:
+        """Let torch's symmetric memory find these processes by their name. It asks a group for its store alone."""
+        from torch._C._distributed_c10d import _register_process_group
+
+        if self._registered is None:
+            self._registered = dist.ProcessGroup(self.store.raw(), self.rank, self.size)
+            self._registered._set_group_name(self.name)
+            _register_process_group(self.name, self._registered)
 
     def _wait_for(self, key: str, member: int) -> str:
         deadline, pause = time.monotonic() + self._limit, 0.0002

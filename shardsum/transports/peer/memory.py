@@ -118,6 +118,7 @@ class SymmetricMemory:
         self.local.zero_()
         torch.cuda.synchronize(device)
         if isinstance(group, Members):
+            group.register()
             symmetric._SymmetricMemory.set_group_info(group.name, rank, world_size, group.store.raw())
             self._handle = symmetric._SymmetricMemory.rendezvous(self.local, group.name)
         else:
