@@ -167,8 +167,9 @@ def _launch(
 def joined(parts: list[Tensor]) -> Tensor:
     """Parts of ``(positions, width)`` one behind the other: as they are, where they lie so."""
     first, end = parts[0], parts[0].data_ptr()
+    memory = first.untyped_storage().data_ptr()
     for part in parts:
-        if part.data_ptr() != end:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != memory:
             return torch.cat(parts)
         end += part.numel() * part.element_size()
     return first.as_strided((sum(part.shape[0] for part in parts), first.shape[1]), first.stride())
