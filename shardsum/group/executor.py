@@ -27,7 +27,8 @@ from ..transports.peer.peers import Peers
 from ..transports.peer.transport import PreparedCall
 from ..transports.peer.workspace import number_of
 from .job import Job
-from .routes import Route, Router, fingerprint, rows_per_chunk, stamp_of, two_shot_chunks
+from .prepared import Prepared
+from .routes import Route, Router, fingerprint, rows_per_chunk, two_shot_chunks
 from .terms import Reduce, Terms
 
 
@@ -77,6 +78,11 @@ class Executor:
         self.last: Route | None = None
         self.state = torch.zeros(1, dtype=torch.int64, device="cpu")
 
+    @property
+    def all_peers(self) -> list[Peers]:
+        """The peer transports that this process takes part in."""
+        return [peers for peers in (self.peers, self.inside) if peers is not None]
+
     def layout(self, terms: Terms) -> ExchangePlan:
         """Who holds and who wants what, with owners."""
         owners = {"v": self.owners, "p": tuple(range(self.world_size))}
@@ -107,37 +113,6 @@ class Executor:
     def peer_number(self) -> int:
         """What a launch over peer memory carries as the number of its call."""
         return number_of(self.calls.call, self.calls.origin)
-
-
-class Prepared:
-    """One exchange with everything decided that does not depend on the tensors of a call.
-
-    Attributes:
-        route: how it travels.
-        bounds: ``(begin, length)`` of every hosted source.
-        shapes: of every hosted sink's result.
-    """
-
-    def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route) -> None:
-        self.route, self._executor, self._plan, self._reduce = route, executor, plan, terms.reduce
-        rank = executor.rank
-        self._sinks = plan.hosted_sinks(rank)
-        self.bounds = [(plan.sources[r][0], length(plan.sources[r])) for r in plan.hosted_sources(rank)]
-        self.shapes = [(length(plan.sinks[q]), *terms.row_shape) for q in self._sinks]
-        self._stamp = stamp_of(terms, plan, route)
-
-    def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
-        """Begin the exchange of contiguous shards ``(|I_r|, *F)``.
-
-        ``outs``, contiguous and without lazy signs, may be filled in place of new tensors: the result says whether
-        they were.
-        """
-        raise NotImplementedError
-
-    def _results(self, first: Tensor, outs: Sequence[Tensor] | None) -> list[Tensor]:
-        if outs is not None:
-            return list(outs)
-        return [first.new_empty(shape, dtype=self._reduce.dtype) for shape in self.shapes]
 
 
 class OneShot(Prepared):

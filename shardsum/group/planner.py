@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..core.checks import is_count
-from ..transports.peer.peers import Peers
 from . import autograd
 from .agreement import Agreement
 from .arguments import check_bounds, check_planned_lengths, check_row_shape, check_rows
@@ -121,7 +120,7 @@ class Planner:
             return
         with self.calling("close"):
             self.agreement.agree("close", {})
-            for peers in self._all_peers:
+            for peers in self.executor.all_peers:
                 peers.close()
         self._closed = True
         self._plans.clear()
@@ -130,12 +129,8 @@ class Planner:
         self.agreement.close()
 
     @property
-    def _all_peers(self) -> list[Peers]:
-        return [peers for peers in (self.executor.peers, self.executor.inside) if peers is not None]
-
-    @property
     def workspace_bytes(self) -> int:
-        return sum(peers.workspace_bytes for peers in self._all_peers)
+        return sum(peers.workspace_bytes for peers in self.executor.all_peers)
 
     def leave(self) -> None:
         """End a call."""
@@ -188,7 +183,7 @@ class Planner:
 
     def check_peers(self) -> None:
         """Raise RuntimeError when a kernel timed out waiting for another process."""
-        for peers in self._all_peers:
+        for peers in self.executor.all_peers:
             peers.check()
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:

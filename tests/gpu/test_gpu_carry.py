@@ -103,6 +103,9 @@ class ThroughTheHost(Wire):
     def begin(self, stamp: Stamp, call: int) -> None:
         self.cpu.begin(stamp, call)
 
+    def meet(self, device: torch.device) -> None:
+        """They have met."""
+
     def batch(
         self, sends: Sequence[tuple[torch.Tensor, int, int]], receives: Sequence[tuple[torch.Tensor, int, int]]
     ) -> list[Any]:

@@ -10,6 +10,7 @@ import pickle
 import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..store import BoundedStore
@@ -31,7 +32,7 @@ class Members:
     def __init__(self, store: BoundedStore, name: str, rank: int, size: int, limit: float) -> None:
         self.store, self.name, self.rank, self.size = store, name, rank, size
         self._limit, self._gathers = limit, 0
-        self._registered: dist.ProcessGroup | None = None
+        self._registered: Any = None
 
     def gather(self, value: Any) -> list[Any]:
         """Every member's ``value`` (small, picklable), in their order. RuntimeError where one does not come."""
@@ -41,12 +42,10 @@ class Members:
 
     def register(self) -> None:
         """Let torch's symmetric memory find these processes by their name. It asks a group for its store alone."""
-        from torch._C._distributed_c10d import _register_process_group
-
+        c10d: Any = torch._C._distributed_c10d
         if self._registered is None:
-            self._registered = dist.ProcessGroup(self.store.raw(), self.rank, self.size)
-            self._registered._set_group_name(self.name)
-            _register_process_group(self.name, self._registered)
+            self._registered = c10d.ProcessGroup(self.store.raw(), self.rank, self.size)
+            c10d._register_process_group(self.name, self._registered)
 
     def _wait_for(self, key: str, member: int) -> str:
         deadline, pause = time.monotonic() + self._limit, 0.0002

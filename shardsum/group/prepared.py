@@ -1,0 +1,47 @@
+"""What every prepared exchange has (:mod:`.executor`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..core.layout import ExchangePlan, length
+from .job import Job
+from .routes import Route, stamp_of
+from .terms import Terms
+
+if TYPE_CHECKING:
+    from .executor import Executor
+
+
+class Prepared:
+    """One exchange with everything decided that does not depend on the tensors of a call.
+
+    Attributes:
+        route: how it travels.
+        bounds: ``(begin, length)`` of every hosted source.
+        shapes: of every hosted sink's result.
+    """
+
+    def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route) -> None:
+        self.route, self._executor, self._plan, self._reduce = route, executor, plan, terms.reduce
+        rank = executor.rank
+        self._sinks = plan.hosted_sinks(rank)
+        self.bounds = [(plan.sources[r][0], length(plan.sources[r])) for r in plan.hosted_sources(rank)]
+        self.shapes = [(length(plan.sinks[q]), *terms.row_shape) for q in self._sinks]
+        self._stamp = stamp_of(terms, plan, route)
+
+    def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
+        """Begin the exchange of contiguous shards ``(|I_r|, *F)``.
+
+        ``outs``, contiguous and without lazy signs, may be filled in place of new tensors: the result says whether
+        they were.
+        """
+        raise NotImplementedError
+
+    def _results(self, first: Tensor, outs: Sequence[Tensor] | None) -> list[Tensor]:
+        if outs is not None:
+            return list(outs)
+        return [first.new_empty(shape, dtype=self._reduce.dtype) for shape in self.shapes]
