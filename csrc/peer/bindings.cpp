@@ -290,21 +290,20 @@ void set_accumulators(PeerCall& c, const TensorView& accumulators, int64_t carri
   int64_t positions = 0;
   for (int q = 0; q < c.num_outputs; ++q) positions += int64_t{c.outputs[q].end} - c.outputs[q].begin;
   const bool floats = c.in_dtype == DType::kFloat16 || c.in_dtype == DType::kBFloat16 || c.in_dtype == DType::kFloat32;
-  STD_TORCH_CHECK(accumulators.is_contiguous() && bytes_from(accumulators, 0) == positions * c.width * (floats ? 4 : 8),
-                  "shardsum: accumulators do not fit the plan");
-  STD_TORCH_CHECK(accumulators.device_type() == aoti_torch_device_type_cuda(),
-                  "shardsum: accumulators are not on the device");
-  STD_TORCH_CHECK(!c.move && !c.push && !c.two_shot && c.device_lengths == nullptr && carried >= 0,
-                  "shardsum: such a plan does not go on from accumulators");
-  // Without outputs there are none, and this process's block only gives its rows.
+  SHARDSUM_CHECK(accumulators.is_contiguous() && bytes_from(accumulators, 0) == positions * c.width * (floats ? 4 : 8),
+                 "accumulators do not fit the plan");
+  SHARDSUM_CHECK(accumulators.device_type() == aoti_torch_device_type_cuda(), "accumulators are not on the device");
+  SHARDSUM_CHECK(!c.move && !c.push && !c.two_shot && c.device_lengths == nullptr && carried >= 0,
+                 "such a plan does not go on from accumulators");
+  // Without outputs there are none, and this process's blocks only give its rows.
   c.accumulators = positions * c.width > 0 ? accumulators.data() : nullptr, c.carried = static_cast<int32_t>(carried);
 }
 
 // peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, int number, Tensor plan,
-//          Tensor? accumulators, int carried)
+//          Tensor? accumulators, int carried, Tensor(c!)[] headers)
 // bounds: start and length of each shard; ignored where lengths is given (starts: None means 0, else lengths' dtype).
 void peer_run(StableIValue* stack, uint64_t, uint64_t) {
-  TensorListArg outs(stack[0]), shards(stack[1]);
+  TensorListArg outs(stack[0]), shards(stack[1]), headers(stack[9]);
   IntListArg bounds(stack[2]);
   std::optional<TensorArg> starts, lengths, accumulators;
   if (const auto handle = take_optional(stack[3])) starts.emplace(*handle);
@@ -324,6 +323,14 @@ void peer_run(StableIValue* stack, uint64_t, uint64_t) {
   }
   for (int q = 0; q < c.num_outputs; ++q) set_output(c, q, outs[q]);
   if (accumulators) set_accumulators(c, accumulators->view(), torch::stable::detail::to<int64_t>(stack[8]));
+  SHARDSUM_CHECK(headers.size() <= kPeerHeaders, "too many headers");
+  for (int i = 0; i < headers.size(); ++i) {
+    const TensorView header = headers[i];
+    SHARDSUM_CHECK(header.device_type() == aoti_torch_device_type_cuda() && header.is_contiguous() &&
+                       bytes_from(header, 0) == 2 * int64_t{sizeof(int64_t)},
+                   "a header is two int64 on the device");
+    c.headers[i] = static_cast<int64_t*>(header.mutable_data());
+  }
   check_alive(c);
   bool launched = false;
   enqueue(plan, shards[0].device_index(), launched);

@@ -197,10 +197,12 @@ __device__ inline uint32_t look_at_stage(const PeerCall& c, const Shared& s, uin
 }
 
 // The block's tiles of every output: NaN in every float dtype, -1 in int64. A streamed sum is dealt to the blocks from
-// where its rows begin, not by tiles: whichever block has not done its share fills everything.
+// where its rows begin, not by tiles: whichever block has not done its share fills everything. Headers become invalid.
 static __device__ __noinline__ void fill_invalid(const PeerCall& c) {
   const bool all = c.push && c.producer_warps > 0;
   const int64_t first = all ? 0 : blockIdx.x, step = all ? 1 : c.num_blocks;
+  if (threadIdx.x < kPeerHeaders && c.headers[threadIdx.x] != nullptr)
+    c.headers[threadIdx.x][0] = c.headers[threadIdx.x][1] = -1;
   for (int q = 0; q < c.num_outputs; ++q) {
     char* out = static_cast<char*>(c.outputs[q].data);
     const int64_t begin = c.outputs[q].begin * c.width, end = c.outputs[q].end * c.width;

@@ -21,6 +21,7 @@ namespace shardsum {
 
 constexpr int kPeerMaxRanks = 64;   // virtual ranks of a group, hence processes
 constexpr int kPeerMaxHosted = 32;  // sources, and outputs, of one process
+constexpr int kPeerHeaders = 2;     // that a launch can spoil
 
 // Words {epoch, value}: each is valid by itself, once its epoch is the awaited one.
 struct RowFlag {
@@ -142,6 +143,10 @@ struct alignas(16) PeerCall {
   // round, of rows that are read or written, without device_lengths.
   const void* accumulators;
   int32_t carried;  // contributions to each of them
+
+  // Two words each, or null. They become -1 where this process does not get its sums: what it sends on with such a
+  // header is refused (shardsum/transports/headers.py).
+  int64_t* headers[kPeerHeaders];
 };
 
 // One launch on `stream` of the current device. Returns a cudaError_t as int.

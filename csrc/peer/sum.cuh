@@ -118,7 +118,8 @@ __device__ inline Raw<T> load_vector(const ActiveRow& row, int at) {
   return load_raw<T>(row.first + int64_t(at) * int(sizeof(T)));
 }
 
-// Where the sums of those elements of the vector at `at` that lie in [lo, hi) start. `from`: where that of element 0 is.
+// Where the sums of those elements of the vector at `at` that lie in [lo, hi) start. `from`: where that of element 0
+// is.
 template <typename A, int V>
 __device__ __forceinline__ void load_start(const A* from, int at, int lo, int hi, A (&acc)[V]) {
   constexpr int kPiece = 16 / int(sizeof(A));
@@ -217,7 +218,8 @@ __device__ __forceinline__ void sum_stretch(const PeerCall& c, const Shared& s, 
     e.start = static_cast<const acc_t<T>*>(c.accumulators) + before + w.first;
     e.carried = c.carried;
   }
-  if (!kFold && whole && x.count == 0 && !c.has_scale) return store_zeros(static_cast<char*>(out), w.hi * int(sizeof(Out)));
+  if (!kFold && whole && x.count == 0 && !c.has_scale)
+    return store_zeros(static_cast<char*>(out), w.hi * int(sizeof(Out)));
   if constexpr (std::is_floating_point_v<acc_t<T>>) {
     e.mean = c.mean;
     e.has_scale = c.has_scale;

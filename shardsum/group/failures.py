@@ -111,7 +111,7 @@ class Failures:
         if headers is None or found is None:
             return
         mine = headers.history.get(found.mine, "an exchange of long ago")
-        sent = "no call any more, since that process found another one out of step"
+        sent = "no call any more, since that process found another one out of step, or waited for rows in vain"
         if found.theirs >= 0:
             sent = headers.history.get(found.theirs) or self._exchange_of(found.process, found.theirs)
         text = (

@@ -178,8 +178,8 @@ class Planner:
         """Raise RuntimeError when the group was closed or has failed."""
         if self._closed or self.agreement.failed is not None:
             raise RuntimeError(self.agreement.failed or "this group was closed; create a new one")
+        self.check_peers()  # the cause, where headers were spoiled after it
         self.agreement.look()
-        self.check_peers()
 
     def check_peers(self) -> None:
         """Raise RuntimeError when a kernel timed out waiting for another process."""

@@ -146,6 +146,8 @@ class _Run:
         for step in range(last):
             self.post_early(step + 1 if batched else step + 1 + _AHEAD)
             if batched:
+                if self.launches is not None:
+                    self.links.settle()
                 self.post_late(step + 1)
             self.take(step, ROWS)
             self.take(step, ACCUMULATORS)
@@ -266,7 +268,8 @@ class _Run:
         if launch.goes_on and launch.folds:
             accumulators = joined([self.accumulators.pop((index, number - 1)) for index, number in launch.folds])
         outs = [self.folded(index, number) for index, number in launch.folds]
-        ready.call(outs, rows, ready.bounds, None, None, self.number, accumulators, launch.carried)
+        spoils = self.links.wire.spoils()
+        ready.call(outs, rows, ready.bounds, None, None, self.number, accumulators, launch.carried, spoils)
 
     def fill_empty(self) -> None:
         """Fill wanted positions that no source holds."""

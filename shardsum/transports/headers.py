@@ -97,6 +97,11 @@ class Headers:
             self._header = torch.bitwise_or(self._state, self._value)
         return self._header.view(torch.uint8)
 
+    @property
+    def words(self) -> list[Tensor]:
+        """What a kernel sets to -1 to make this exchange's header, and all later ones, invalid. Two words each."""
+        return [self._state, self.own().view(torch.int64)]
+
     def room(self, count: int) -> Tensor:
         """Where headers of so many senders are received."""
         return torch.empty(count * BYTES, dtype=torch.uint8, device=self._device)

@@ -25,6 +25,7 @@ class Transfer:
     peer: int
     number: int
     handle: Any = None
+    done: bool = False
 
 
 class Links:
@@ -39,6 +40,7 @@ class Links:
         self.wire, self.batched = wire, batched
         self._queued: tuple[list[Transfer], list[Transfer]] = [], []  # sends, receives
         self._sent: deque[Transfer] = deque()
+        self._batch: list[Transfer] = []  # the last one
 
     def send(self, tensor: Tensor, peer: int, number: int) -> None:
         """Send a contiguous tensor, which stays as it is until :meth:`finish`."""
@@ -67,11 +69,23 @@ class Links:
             parts = [[(t.tensor, t.peer, t.number) for t in side] for side in (sends, receives)]
             for transfer, handle in zip((*sends, *receives), self.wire.batch(*parts)):
                 transfer.handle = handle
-            self._queued = [], []
+            self._queued, self._batch = ([], []), [*sends, *receives]
+
+    def settle(self) -> None:
+        """Wait for the last batch, also where it only sends.
+
+        To be called before kernels that wait for those of other processes. Such kernels fill the GPU and wait for what
+        those processes receive; this may depend on what this one still has to send, by kernels that find no room.
+        """
+        for transfer in self._batch:
+            self.wait(transfer)
+        self._batch = []
 
     def wait(self, transfer: Transfer) -> None:
         """Until it is done: the host on gloo, at most the timeout; the current stream on CUDA."""
-        self.wire.wait(transfer.handle, transfer.tensor.device)
+        if not transfer.done:
+            self.wire.wait(transfer.handle, transfer.tensor.device)
+            transfer.done = True
 
     def finish(self) -> None:
         """Wait for what has been sent."""

@@ -13,6 +13,7 @@ import torch
 
 from shardsum import ShardGroup
 from shardsum.core import bits
+from tests.carried import random_exchanges, sum_of_everything
 from tests.processes import run_processes
 from tests.values import random_values
 
@@ -119,3 +120,15 @@ def test_a_host_that_is_lost_amid_a_chain_is_named_on_all_others(dies: bool) -> 
     messages = run_processes(stall, 4, dies, may_die=(1,) if dies else ())
     for message in (messages[0], *messages[2:]):
         assert "no word from process 1:" in message, messages
+
+
+def defined(rank: int, world: int, domains: list, ranks: int, placement: str) -> None:
+    group = ShardGroup(ranks, transport="carry", domains=domains, placement=placement)
+    for seed, dtype in enumerate(DTYPES):
+        sum_of_everything(group, dtype, 40, (3,), 100 * seed)
+    random_exchanges(group, 6, ranks)
+
+
+@pytest.mark.parametrize(("ranks", "placement"), [(4, "zigzag"), (16, "contiguous")])
+def test_all_collectives_and_gradients_of_two_processes(ranks: int, placement: str) -> None:
+    run_processes(defined, 2, ["a", "b"], ranks, placement)

@@ -21,6 +21,7 @@ from shardsum.core.layout import intervals_of, split_evenly
 from shardsum.group import routes
 from shardsum.transports import Wire
 from shardsum.transports.headers import Headers, check_headers
+from shardsum.transports.wire import Step, stamp
 from tests.processes import run_processes
 from tests.values import assert_same, random_values
 
@@ -44,6 +45,20 @@ def batched(plan: Any) -> Any:
 
 def is_spoiled(result: Tensor | list[Tensor]) -> bool:
     return all((x.view(torch.uint8) == 255).all() for x in ([result] if isinstance(result, Tensor) else result))
+
+
+def test_words_that_a_kernel_spoils_make_headers_invalid() -> None:
+    headers = Headers(5, CPU)
+    headers.begin(Step(1, stamp("sum", {}), 1))
+    before = headers.own().tolist()
+    assert [x.numel() for x in headers.words] == [2, 2]
+    headers.words[1].fill_(-1)
+    assert headers.own().tolist() == [255] * 16 != before
+    headers.begin(Step(2, stamp("sum", {}), 2))
+    assert headers.own().tolist() != [255] * 16
+    headers.words[0].fill_(-1)
+    headers.begin(Step(3, stamp("sum", {}), 3))
+    assert headers.own().tolist() == [255] * 16
 
 
 def right(rank: int, world: int, transport: str, chunk_bytes: int) -> None:

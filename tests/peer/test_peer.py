@@ -222,7 +222,7 @@ def reduced(world_size: int, num_bytes: int, tuning: Tuning | None = None, rows:
 @pytest.mark.parametrize("world_size, rows", [(2, 1), (2, 8), (4, 1), (4, 2), (8, 1)])
 def test_what_is_predicted_is_what_is_launched(world_size: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardsum.transports.peer.peers.available", lambda *args: None)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
+    monkeypatch.setattr("shardsum.transports.peer.peers.place_in", lambda group: (0, world_size))
     owners = owners_of(world_size * rows, world_size, "contiguous")
     peers = Peers(None, lambda value: [value], owners, torch.device("cpu"), 1.0)  # type: ignore[arg-type]
     limit = Tuning().push_limit(world_size)
@@ -242,7 +242,7 @@ def test_bytes_that_are_predicted_are_those_that_travel(monkeypatch: pytest.Monk
 
     def predicted(world_size: int, owners: tuple[int, ...], size: int, move: bool = False) -> Any:
         monkeypatch.setattr("shardsum.transports.peer.peers.available", lambda *args: None)
-        monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
+        monkeypatch.setattr("shardsum.transports.peer.peers.place_in", lambda group: (0, world_size))
         peers = Peers(None, lambda value: [value], owners, torch.device("cpu"), 1.0)  # type: ignore[arg-type]
         sinks = intervals_of(split_evenly(size, len(owners)))
         plan = ExchangePlan(((0, size),) * len(owners), owners, tuple(sinks), owners, world_size)

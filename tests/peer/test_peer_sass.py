@@ -24,7 +24,9 @@ def kernels() -> dict[str, Opcodes]:
     listing = subprocess.run([tool, "-sass", str(status.library)], capture_output=True, text=True, check=True).stdout
     found = {}
     for part in listing.split("Function : ")[1:]:
-        name = re.search(r"peer_(?:push|stream|two_shot|one_shot)_kernel(?:I\w+?LNS_5DTypeE\d)?", part.splitlines()[0])
+        name = re.search(
+            r"peer_(?:push|stream|two_shot|one_shot|fold)_kernel(?:I\w+?LNS_5DTypeE\d)?", part.splitlines()[0]
+        )
         if name is not None and name[0] not in found:
             found[name[0]] = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)", part)
     if not found:

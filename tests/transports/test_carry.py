@@ -83,7 +83,7 @@ class SlowPeers:
 
         def call(
             outs: list[torch.Tensor], rows: list[torch.Tensor], bounds: list[int], starts: None, lengths: None,
-            number: int, accumulators: torch.Tensor | None, carried: int,
+            number: int, accumulators: torch.Tensor | None, carried: int, headers: list[torch.Tensor],
         ) -> None:  # fmt: skip
             assert bounds == [0] * (2 * len(hosted)) and number == 77 and starts is lengths is None
             assert [tuple(x.shape) for x in rows] == [(length(plan.sources[r]), width) for r in hosted]

@@ -67,6 +67,7 @@ class PreparedCall:
         number: int = 0,
         accumulators: Tensor | None = None,
         carried: int = 0,
+        headers: Sequence[Tensor] = (),
     ) -> None:
         """Run on the current stream. Tensors are contiguous, on the transport's device, one a hosted sink or source.
 
@@ -80,12 +81,13 @@ class PreparedCall:
                 it (:mod:`.operators`).
             accumulators: sums of earlier rows, of ``carried`` rows each, at which these start: ``(sum of |O_q|, *F)``,
                 in the accumulator's dtype. Only of a call that was prepared to go on.
+            headers: become invalid where this process does not get its sums (:meth:`shardsum.transports.Wire.spoils`).
 
         Raises:
             RuntimeError: the group has failed; a capture of a signature that has not run; what CUDA says.
         """
         try:
-            peer_run(outs, shards, bounds, starts, lengths, number, self._plan, accumulators, carried)
+            peer_run(outs, shards, bounds, starts, lengths, number, self._plan, accumulators, carried, headers)
         except RuntimeError:
             self._owner.check()
             raise
