@@ -1,12 +1,16 @@
 """Bytes over the link between two hosts and time of each call, flat and carried, beside gloo's own ring.
 
     RATE=1gbit benchmarks/two_hosts.sh benchmarks/two_hosts.py --json benchmarks/results/two_hosts_1gbit.json
+    torchrun --nproc-per-node=2 benchmarks/two_hosts.py --device cuda --size 4096 65536
 
-Run on two emulated hosts (benchmarks/two_hosts.sh) or, without --hosts, on whatever hosts the launcher started it. Bits
-are compared with the definition before anything is timed. Bytes are what the kernel counted on the link's device, both
-ways, with all headers. The ways of a case are called in turns, so that all meet the same machine; times are medians
-over the slowest process of each call. The constants of the cost model are measured first, so the predicted times are
-those of this link (--costs: from a file). "auto" is marked: it is one of the others.
+Run on two emulated hosts (benchmarks/two_hosts.sh), or on whatever hosts the launcher started it. With --device cuda
+the GPUs of one host are declared hosts, --members of them each, and NCCL's ring takes the place of gloo's. Bits are
+compared with the definition before anything is timed. The ways of a case are called in turns, so that all meet the same
+machine; times are medians over the slowest process of each call, on GPUs until they have done it. "graph" is the time
+of a call among many in one CUDA graph. Bytes are what the kernel counted on the link's device, both ways, with all
+headers; on GPUs what was handed to NCCL, without. The constants of the cost model are measured first, so the predicted
+times are those of this link (--costs: from a file). "auto" is marked: it is one of the others, on GPUs what would be
+taken without peer memory between the hosts. At the end comes how far predictions are off.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -27,7 +31,9 @@ import torch.distributed as dist
 from shardsum import ShardGroup
 from shardsum.core import bits, reference
 from shardsum.core.layout import intervals_of, split_evenly
+from shardsum.group.routes import best_of
 from shardsum.tools.bench.calibrate import calibrate
+from shardsum.tools.bench.timing import Processes, sampler, turns
 from shardsum.transports import costs
 from shardsum.transports.domains import host
 
@@ -42,32 +48,49 @@ def link_bytes() -> int:
     return sum(int(Path(f"/sys/class/net/{device}/statistics/{name}").read_text()) for name in COUNTERS)
 
 
-def measure(ways: dict[str, Callable[[], object]], repeat: int) -> dict[str, dict[str, float]]:
+def measure(
+    ways: Mapping[str, Callable[[], object]], repeat: int, side: dist.ProcessGroup, device: str
+) -> dict[str, dict[str, float]]:
     """Of each way, called in turns: median, fastest and slowest milliseconds of the slowest process, and megabytes over
-    the link a call."""
+    the link a call. ``side``: the processes, on the host."""
     times, moved = {name: [] for name in ways}, {name: [] for name in ways}
     for i in range(repeat + 2):
         for name, fn in ways.items():
             before = link_bytes()  # before anybody can begin
-            dist.barrier()
+            dist.barrier(side)
             begin = time.perf_counter()
             fn()
+            if device == "cuda":
+                torch.cuda.synchronize()
             took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
+            dist.all_reduce(took, dist.ReduceOp.MAX, group=side)
             if i >= 2:
                 times[name].append(took.item() * 1e3)
                 moved[name].append((link_bytes() - before) / 1e6)
     return {
         name: {
-            "ms": round(statistics.median(times[name]), 2), "fastest_ms": round(min(times[name]), 2),
-            "slowest_ms": round(max(times[name]), 2), "link_mb": round(statistics.median(moved[name]), 3),
+            "ms": round(statistics.median(times[name]), 3), "fastest_ms": round(min(times[name]), 3),
+            "slowest_ms": round(max(times[name]), 3), "link_mb": round(statistics.median(moved[name]), 3),
         }
         for name in ways
     }  # fmt: skip
 
 
-def hosts() -> list[str]:
+def in_graphs(
+    ways: Mapping[str, Callable[[], object]], repeat: int, side: dist.ProcessGroup, check: Callable[[str, object], None]
+) -> dict[str, float]:
+    """Milliseconds of each way in a CUDA graph; ``check`` gets its name and what a replay gave."""
+    ready = {name: sampler(fn, device="cuda", processes=Processes(side)) for name, fn in ways.items()}
+    for name, sample in ready.items():
+        sample()
+        check(name, sample.output)
+    return {name: round(timing.median * 1e3, 4) for name, timing in turns(ready, repeat).items()}
+
+
+def hosts(device: str, members: int) -> list[str]:
     """The host of every process: the emulated one, as namespaces of one machine look alike otherwise."""
+    if device == "cuda":
+        return [f"host {p // members}" for p in range(dist.get_world_size())]
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, os.environ.get("TWO_HOSTS", host()))
     return found
@@ -77,79 +100,164 @@ def lengths_of(profile: str, ranks: int, size: int) -> list[int]:
     return [size * (r + 1) // ranks if profile == "causal" else size for r in range(ranks)]
 
 
+def compare(name: str, got: object, wanted: list[torch.Tensor]) -> None:
+    """AssertionError unless the results of this process have the bits that are wanted."""
+    results = got if isinstance(got, list) else [got]
+    assert len(results) == len(wanted), name
+    for a, b in zip(results, wanted):
+        assert bits.equal(a, b), f"{name}: {bits.first_difference(a, b)}"
+
+
+class Bench:
+    """The cases on one set of processes.
+
+    Args:
+        side: these processes, on the host.
+    """
+
+    def __init__(self, args: argparse.Namespace, side: dist.ProcessGroup) -> None:
+        self.args, self.device, self.side, self.rows = args, args.device, side, []
+        self.domains = hosts(args.device, args.members)
+        if args.costs:
+            self.constants = costs.load(args.costs)[args.device]
+        else:
+            self.constants = calibrate(ShardGroup(domains=self.domains, device=self.device))
+        self.table = {args.device: self.constants}
+        if dist.get_rank() == 0:
+            print(self.constants, flush=True)
+
+    def case(self, name: str, profile: str, ranks: int, size: int) -> None:
+        """Verify and time one collective."""
+        args, lengths = self.args, lengths_of(profile, ranks, size)
+        shards = [
+            torch.randn(n, args.width, generator=torch.Generator(self.device).manual_seed(r), device=self.device).to(
+                torch.bfloat16
+            )
+            for r, n in enumerate(lengths)
+        ]
+        sinks = [(0, size)] if name == "all_reduce" else intervals_of(split_evenly(size, ranks))
+        want = reference.exchange(shards, [(0, n) for n in lengths], sinks, out_dtype=torch.bfloat16)
+        transports = ("gather", "all_to_all", "carry") if self.device == "cuda" else ("all_to_all", "carry")
+        setting = {"costs": self.table, "domains": self.domains, "device": self.device}
+        groups = {t: ShardGroup(ranks, transport=t, **setting) for t in transports}
+        hosted = groups["carry"].virtual_ranks
+        mine = [shards[v] for v in hosted]
+        wanted = want if name == "all_reduce" else [want[v] for v in hosted]
+        del shards, want
+        ways: dict[str, Callable[[], object]] = {}
+        if name == "all_reduce" and profile == "full":
+            for dtype in (torch.bfloat16, torch.float32):
+                x = torch.zeros(size, args.width, dtype=dtype, device=self.device)
+                ways[f"{dist.get_backend()} ring {str(dtype)[6:]}"] = partial(dist.all_reduce, x)
+        handed = {}
+        label = f"{name} {profile} R={ranks}"
+        for transport, group in groups.items():
+            ways[transport] = partial(getattr(group, name), mine, lengths, size=size)
+            compare(f"{label} {transport}", ways[transport](), wanted)
+            sent = torch.tensor([group.stats().sent])
+            dist.all_reduce(sent, group=self.side)
+            handed[transport] = round(sent.item() / 1e6, 3)
+        found = measure(ways, args.repeat, self.side, self.device)
+        routes = {t: group.stats().route for t, group in groups.items()}
+        if self.device == "cuda":
+            auto = best_of(routes).transport
+            for way, ms in self.graphs(label, ways, groups, wanted).items():
+                found[way]["graph_ms"] = ms
+        else:
+            auto = ShardGroup(ranks, **setting).explain(
+                lengths, size=size, collective=name, row_shape=(args.width,), dtype=torch.bfloat16
+            ).route.transport  # fmt: skip
+        for way, row in found.items():
+            case = {"collective": name, "profile": profile, "ranks": ranks, "size": size, "variant": way, **row}
+            if way in groups:
+                route = routes[way]
+                case |= {
+                    "predicted_ms": round(route.microseconds / 1e3, 3), "chunks": route.chunks,
+                    "predicted_mb": round(route.load.between / 1e6, 3), "auto": auto == way,
+                }  # fmt: skip
+                if self.device == "cuda":
+                    case["link_mb"] = handed[way]
+            self.add(case)
+        for group in groups.values():
+            group.close()
+
+    def graphs(self, label: str, ways: dict, groups: dict, wanted: list[torch.Tensor]) -> dict[str, float]:
+        def check(way: str, got: object) -> None:
+            if way in groups:
+                compare(f"{label} {way} in a graph", got, wanted)
+
+        return in_graphs(ways, self.args.repeat, self.side, check)
+
+    def add(self, row: dict) -> None:
+        self.rows.append(row)
+        if dist.get_rank() == 0:
+            graph = f", in a graph {row['graph_ms']:8.3f}" if "graph_ms" in row else ""
+            predicted = ""
+            if "predicted_ms" in row:
+                off = 100 * (row["predicted_ms"] / row["ms"] - 1)
+                predicted = f", predicted {row['predicted_ms']:.3f} ({off:+.0f} %){', auto' * row['auto']}"
+            print(
+                f"{row['collective']:15} {row['profile']:7} R={row['ranks']:<3} {row['size']:6} {row['variant']:20} "
+                f"{row['link_mb']:8.2f} MB {row['ms']:9.3f} ms ({row['fastest_ms']:.3f} to {row['slowest_ms']:.3f})"
+                + graph + predicted, flush=True,
+            )  # fmt: skip
+
+    def summary(self) -> dict[str, float]:
+        """Of each way: how far the predictions are off at most, and how much slower what "auto" takes is than the best
+        way; both as a part of the measured time."""
+        predicted = [row for row in self.rows if "predicted_ms" in row]
+        off = {way: 0.0 for way in dict.fromkeys(row["variant"] for row in predicted)}
+        best: dict[tuple, float] = {}
+        for row in predicted:
+            off[row["variant"]] = max(off[row["variant"]], abs(row["predicted_ms"] / row["ms"] - 1))
+            case = row["collective"], row["profile"], row["ranks"], row["size"]
+            best[case] = min(best.get(case, row["ms"]), row["ms"])
+        behind = [
+            row["ms"] / best[row["collective"], row["profile"], row["ranks"], row["size"]] - 1
+            for row in predicted if row["auto"]
+        ]  # fmt: skip
+        return {way: round(value, 3) for way, value in off.items()} | {"auto is behind": round(max(behind), 3)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=4096, help="positions")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--members", type=int, default=1, help="GPUs that are declared one host")
+    parser.add_argument("--size", type=int, nargs="+", default=[4096], help="positions")
     parser.add_argument("--width", type=int, default=512, help="elements of a position")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--profiles", nargs="+", default=["full", "causal"], choices=["full", "causal"])
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--costs", help="cost file; default: measured first")
     parser.add_argument("--json", help="where the results go")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    domains = hosts()
-    constants = costs.load(args.costs)["cpu"] if args.costs else calibrate(ShardGroup(domains=domains))
-    table = {"cpu": constants}
-    rows: list[dict] = []
-
-    def add(row: dict) -> None:
-        rows.append(row)
-        if rank == 0:
-            print(
-                f"{row['collective']:15} {row['profile']:7} R={row['ranks']:<3} {row['variant']:24} "
-                f"{row['link_mb']:8.2f} MB {row['ms']:8.1f} ms ({row['fastest_ms']:.1f} to {row['slowest_ms']:.1f})"
-                + (f", predicted {row['predicted_ms']:.1f}{', auto' * row['auto']}" if "auto" in row else ""),
-                flush=True,
-            )
-
-    rings = {
-        f"gloo ring {str(d)[6:]}": torch.randn(args.size, args.width).to(d) for d in (torch.bfloat16, torch.float32)
-    }
-    cases = [("all_reduce", "full"), ("all_reduce", "causal"), ("reduce_scatter", "full"), ("reduce_scatter", "causal")]
-    for name, profile in cases:
-        for ranks in args.ranks:
-            lengths = lengths_of(profile, ranks, args.size)
-            shards = [
-                torch.randn(n, args.width, generator=torch.Generator().manual_seed(r)).to(torch.bfloat16)
-                for r, n in enumerate(lengths)
-            ]
-            sinks = [(0, args.size)] if name == "all_reduce" else intervals_of(split_evenly(args.size, ranks))
-            want = reference.exchange(shards, [(0, n) for n in lengths], sinks, out_dtype=torch.bfloat16)
-            groups = {t: ShardGroup(ranks, transport=t, costs=table, domains=domains) for t in ("all_to_all", "carry")}
-            mine = [shards[v] for v in groups["carry"].virtual_ranks]
-            ways: dict[str, Callable[[], object]] = {}
-            if name == "all_reduce" and profile == "full":
-                ways |= {ring: partial(dist.all_reduce, x) for ring, x in rings.items()}
-            for transport, group in groups.items():
-                ways[transport] = partial(getattr(group, name), mine, lengths, size=args.size)
-                got = ways[transport]()
-                expected = want if name == "all_reduce" else [want[v] for v in group.virtual_ranks]
-                for a, b in zip(got if isinstance(got, list) else [got], expected):
-                    assert bits.equal(a, b), f"{name} {profile} R={ranks} {transport}: {bits.first_difference(a, b)}"
-            auto = ShardGroup(ranks, costs=table, domains=domains).explain(
-                lengths, size=args.size, collective=name, row_shape=(args.width,), dtype=torch.bfloat16
-            )
-            for way, found in measure(ways, args.repeat).items():
-                row = {"collective": name, "profile": profile, "ranks": ranks, "variant": way, **found}
-                if way in groups:
-                    route = groups[way].stats().route
-                    row |= {
-                        "predicted_ms": round(route.microseconds / 1e3, 2), "chunks": route.chunks,
-                        "predicted_mb": round(route.load.between / 1e6, 3), "auto": auto.route.transport == way,
-                    }  # fmt: skip
-                add(row)
-            for group in groups.values():
-                group.close()
-    if rank == 0 and args.json:
-        setup = {
-            "command": "RATE={} benchmarks/two_hosts.sh benchmarks/two_hosts.py".format(os.environ.get("RATE", "?")),
-            "rate": os.environ.get("RATE"), "processes": dist.get_world_size(), "size": args.size, "width": args.width,
-            "dtype": "bfloat16", "torch": torch.__version__, "date": str(date.today()), "repeat": args.repeat,
-            "cpu_count": os.cpu_count(), "costs": vars(constants),
-        }  # fmt: skip
-        Path(args.json).write_text(json.dumps({"setup": setup, "rows": rows}, indent=1) + "\n")
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    side = dist.new_group(backend="gloo")
+    bench = Bench(args, side)
+    for size in args.size:
+        for name in ("all_reduce", "reduce_scatter"):
+            for profile in args.profiles:
+                for ranks in args.ranks:
+                    bench.case(name, profile, ranks, size)
+    if dist.get_rank() == 0:
+        summary = bench.summary()
+        print("off at most, of the measured time:", summary)
+        if args.json:
+            rate = os.environ.get("RATE")
+            setup = {
+                "command": f"RATE={rate} benchmarks/two_hosts.sh benchmarks/two_hosts.py", "rate": rate,
+                "processes": dist.get_world_size(), "size": args.size, "width": args.width, "dtype": "bfloat16",
+                "torch": torch.__version__, "date": str(date.today()), "repeat": args.repeat,
+                "cpu_count": os.cpu_count(), "costs": vars(bench.constants), "off": summary,
+            }  # fmt: skip
+            if args.device == "cuda":
+                flags = f"--device cuda --members {args.members} --size {' '.join(map(str, args.size))}"
+                setup["command"] = f"torchrun --nproc-per-node={setup['processes']} benchmarks/two_hosts.py {flags}"
+                setup["gpu"] = torch.cuda.get_device_name()
+            Path(args.json).write_text(json.dumps({"setup": setup, "rows": bench.rows}, indent=1) + "\n")
     dist.destroy_process_group()
 
 

@@ -95,9 +95,10 @@ def check_gradients(
         assert_same(gradient, adjoint[v])
 
 
-def random_exchanges(group: ShardGroup, calls: int, seed: int) -> None:
-    """Random intervals, dtypes and widths; sums and means; every third with its gradient."""
-    pick, ranks = random.Random(seed), group.num_virtual_ranks
+def random_exchanges(group: ShardGroup, calls: int, seed: int) -> int:
+    """Random intervals, dtypes and widths; sums and means; every third with its gradient. How many were carried from
+    domain to domain, not from process to process."""
+    pick, ranks, by_domain = random.Random(seed), group.num_virtual_ranks, 0
     for call in range(calls):
         dtype = pick.choice(DTYPES)
         floats = dtype.is_floating_point
@@ -119,10 +120,13 @@ def random_exchanges(group: ShardGroup, calls: int, seed: int) -> None:
             shards, sources, sinks, op=op, scale=scale, out_dtype=out_dtype or (dtype if floats else torch.int64)
         )
         got = group.exchange(mine, sources, sinks, size=size, op=op, scale=scale, out_dtype=out_dtype)
-        assert group.stats().route.carry is not None
+        carry = group.stats().route.carry
+        assert carry is not None
+        by_domain += carry.domains == group.domains.of
         for v, y in zip(group.virtual_ranks, got, strict=True):
             assert_same(y.detach(), wanted[v])
         if mine[0].requires_grad:
             uses = [random_values(tuple(y.shape), y.dtype, 7 * call + q) for q, y in enumerate(wanted)]
             adjoint = reference.exchange_adjoint(uses, sources, sinks, op=op, scale=scale, dtype=dtype)
             check_gradients(group, mine, got, [uses[v] for v in group.virtual_ranks], adjoint)
+    return by_domain

@@ -59,9 +59,10 @@ def on_one_gpu(ranks: int, placement: str | list[int], domains: list) -> ShardGr
 
 
 def inside(rank: int, world: int, ranks: int, placement: str | list[int], domains: list, calls: int) -> None:
-    group = on_one_gpu(ranks, placement, domains)
-    random_exchanges(group, calls, ranks)
-    group.close()
+    for again in range(2):  # the members of a domain find each other once, whatever groups there are
+        group = on_one_gpu(ranks, placement, domains)
+        assert random_exchanges(group, calls // 2, ranks + again) > 0
+        group.close()
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +108,9 @@ def failed(rank: int, world: int) -> None:
             goes_on([out], [x], [0, size], number=3, accumulators=start, headers=[second])
             torch.cuda.synchronize()
         t.check()
+    if rank == 1:  # it is told, and launches no more
+        assert second.tolist() == [-1, -1]
+    t.close()
 
 
 def test_a_launch_that_fails_marks_headers() -> None:

@@ -46,6 +46,7 @@ class Members:
         if self._registered is None:
             self._registered = c10d.ProcessGroup(self.store.raw(), self.rank, self.size)
             c10d._register_process_group(self.name, self._registered)
+            c10d._SymmetricMemory.set_group_info(self.name, self.rank, self.size, self.store.raw())
 
     def _wait_for(self, key: str, member: int) -> str:
         deadline, pause = time.monotonic() + self._limit, 0.0002

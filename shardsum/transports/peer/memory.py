@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -104,22 +104,31 @@ class SymmetricMemory:
     Attributes:
         local: this process's block, uint8.
         addresses: of every process's block, as mapped here.
+        made: how many this process has made. torch numbers the messages by which processes find each other over all of
+            them, whoever took part: processes with other numbers would wait for each other until its time-out.
     """
+
+    made: ClassVar[int] = 0
 
     def __init__(self, num_bytes: int, group: Group, device: torch.device, gather: Gather) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
         rank, world_size = place_in(group)
-        sizes = gather(num_bytes)
+        sizes, made = zip(*gather((num_bytes, SymmetricMemory.made)))
         if len(set(sizes)) > 1:
-            raise ValueError(f"symmetric memory: processes ask for different sizes: {sizes} bytes")
+            raise ValueError(f"symmetric memory: processes ask for different sizes: {list(sizes)} bytes")
+        if len(set(made)) > 1:
+            raise RuntimeError(
+                f"symmetric memory: these processes have made {list(made)} blocks before, and torch can only pair "
+                "processes that have made as many; make groups and domains in which all take part first"
+            )
+        SymmetricMemory.made += 1
         # Not symmetric.empty: that may cut a tensor out of a pool, at an offset that differs between processes.
         self.local = symmetric._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         self.local.zero_()
         torch.cuda.synchronize(device)
         if isinstance(group, Members):
             group.register()
-            symmetric._SymmetricMemory.set_group_info(group.name, rank, world_size, group.store.raw())
             self._handle = symmetric._SymmetricMemory.rendezvous(self.local, group.name)
         else:
             self._handle = symmetric.rendezvous(self.local, group)
