@@ -9,7 +9,8 @@
 // -DSHARDSUM_PEER_MUTANT=n (1 no parity, 2 flag before data, 3 stale epoch, 4 ranks reversed, 5 nobody compares which
 // call a row is of) it must be 1, whatever the way; and of the ways that have it, with 6 (two-shot: sums announced
 // before they are written) and 7 (pushing: words are not emptied). Pushed are small sums and, in half of the calls,
-// large ones of floats, which are summed while they come.
+// large ones of floats, which are summed while they come. Of those that are written or read in one round half go on
+// from accumulators: what the first rows add up to.
 #include <cstdint>
 
 namespace shardsum {
@@ -26,6 +27,7 @@ __device__ void random_delay(uint32_t epoch, int point);
 #include <vector>
 
 #include "../../../csrc/peer/enqueue.cu"
+#include "../../../csrc/peer/fold.cu"
 #include "../../../csrc/peer/one_shot.cu"
 #include "../../../csrc/peer/push.cu"
 #include "../../../csrc/peer/stream.cu"
@@ -112,6 +114,8 @@ struct Config {
   int64_t chunk_elements = 0;
   int64_t out_shift = 0;  // bytes that results lie off their alignment
   int columns = 1, stretches = 1, tiles_per_piece = 1, blocks = 1, threads = 128, producers = 1;
+  int folded = 0;                   // rows that accumulators hold already
+  uint8_t* accumulators = nullptr;  // of them, for the whole range
   uint8_t* expected = nullptr;
   int64_t* lengths_on_device = nullptr;  // by rank
 };
@@ -187,6 +191,8 @@ const uint8_t* pool_of(const World& w, const Config& c, int rank) {
   return (c.in == DType::kFloat32 ? w.float_pools : w.pools)[rank];
 }
 
+int64_t accumulator_bytes(const Config& c) { return c.out == DType::kInt64 ? 8 : 4; }
+
 Config make_config(const World& w, Random& random) {
   const int R = w.place.ranks, G = w.place.processes;
   Config c;
@@ -220,6 +226,11 @@ Config make_config(const World& w, Random& random) {
     c.start.push_back(begin);
     c.length.push_back(length);
     c.offset.push_back(pick(random, 0, 3) ? pick(random, 0, 100) * 16 : pick(random, 0, 800) * in_bytes);
+  }
+  if (!c.move && !c.push && !c.two_shot && pick(random, 0, 1)) {
+    c.folded = int(pick(random, 1, R - 1));
+    c.device_lengths = false;
+    c.mean = c.mean && shape == 0;  // accumulators of one count
   }
   c.out_shift = pick(random, 0, 3) ? 0 : pick(random, 1, 7) * out_bytes;
   const bool scatter = !c.two_shot && pick(random, 0, 2) == 0;
@@ -256,6 +267,11 @@ Config make_config(const World& w, Random& random) {
     for (int r = 0; r < R; ++r)
       rows.push_back({pool_of(w, c, r) + c.offset[r], c.start[r] * c.width, (c.start[r] + c.length[r]) * c.width});
     CHECK(sum_rows_cuda(args, rows.data(), nullptr, nullptr));
+    if (c.folded > 0) {
+      CHECK(cudaMalloc(&c.accumulators, flat * accumulator_bytes(c)));
+      const SumArgs begun{c.in, integer ? DType::kInt64 : DType::kFloat32, c.folded, c.size, c.width, c.accumulators};
+      CHECK(sum_rows_cuda(begun, rows.data(), nullptr, nullptr));
+    }
   }
   CHECK(cudaMalloc(&c.lengths_on_device, 2 * R * sizeof(int64_t)));
   std::vector<int64_t> bounds;  // lengths then starts, each in the order of processes and slots
@@ -322,7 +338,10 @@ PeerCall describe(const World& w, const Config& c, int g, int64_t timeout_ns) {
     s.data = reinterpret_cast<const char*>(pool_of(w, c, r) + c.offset[r]);
     s.start = uint32_t(c.start[r]), s.length = s.capacity = uint32_t(c.length[r]);
     if (c.device_lengths) s.start = 0xdead, s.length = 0xbeef;
+    if (r < c.folded) s.start = s.length = 0;
   }
+  if (c.folded > 0 && c.outs[g].first < c.outs[g].second)
+    call.accumulators = c.accumulators + c.outs[g].first * c.width * accumulator_bytes(c), call.carried = c.folded;
   call.num_outputs = 1;
   call.outputs[0] = {p.out + c.out_shift, uint32_t(c.outs[g].first), uint32_t(c.outs[g].second)};
   return call;
