@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Lock
 
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from ..transports import Wire
 
 class Job:
     """An exchange under way; the first transfers have started. ``result()`` completes it; called again after an error
-    it raises that error.
+    it raises that error. A thread of another group may complete it: who comes then waits.
 
     Args:
         outs: the results, once it is complete.
@@ -25,9 +26,14 @@ class Job:
         self._wire = wire
         self._outs, self._steps = outs, steps
         self._error: BaseException | None = None
+        self._lock = Lock()
         next(steps, None)
 
     def result(self) -> list[Tensor]:
+        with self._lock:
+            return self._completed()
+
+    def _completed(self) -> list[Tensor]:
         if self._error is not None:
             raise self._error
         try:

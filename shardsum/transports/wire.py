@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,8 +91,9 @@ class Transfer:
     received: Received | None = None
 
 
-#: The call that was left open, if any, by what its wire moves on: see :meth:`Wire.leave_open`. One at most.
+#: Calls that were left open, by what their wire moves on: see :meth:`Wire.leave_open`. One at most, but for threads.
 open_calls: dict[Any, Callable[[], Any]] = {}
+_open_calls_lock = threading.Lock()
 #: Why a process group is not used again: a transfer may still stand on it (:meth:`Wire.fail`).
 abandoned_groups: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 #: All wires: one that fails during its transfers fails those of the same process group (:meth:`Wire.fail`).
@@ -244,7 +246,8 @@ class Wire:
         """Let a call rest before it has started all its transfers; ``finish`` completes it.
 
         Whoever starts the next exchange on any wire of this process completes it first (:meth:`close`). So one call
-        at most is open, and calls that processes wait for in another order cannot wait for each other.
+        at most is open, and calls that processes wait for in another order cannot wait for each other. ``finish`` may
+        be called several times, by several threads at once: all return when it is complete.
         """
         open_calls[self.group] = finish
 
@@ -252,13 +255,16 @@ class Wire:
         """Complete what was left open on any wire, if anything. RuntimeError after :meth:`fail`."""
         if self._failed is not None:
             raise RuntimeError(f"an earlier call of these processes ended during its transfers: {self._failed}")
-        if open_calls:
-            group, finish = open_calls.popitem()
+        for group, finish in list(open_calls.items()) if open_calls else ():
             try:
                 finish()
             except Exception:  # another group's is its own, and its handle's
                 if group is self.group:
                     raise
+            finally:
+                with _open_calls_lock:
+                    if open_calls.get(group) is finish:
+                        del open_calls[group]
 
     def fail(self, error: BaseException) -> None:
         """Refuse all further exchanges: this process has left one before it started all its transfers. Others would

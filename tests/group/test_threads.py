@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +16,7 @@ import torch.distributed as dist
 import shardsum
 from shardsum import ShardGroup
 from shardsum.core import reference
+from shardsum.group import executor
 from tests.processes import run_processes
 from tests.values import assert_same, random_values
 
@@ -51,6 +55,42 @@ def in_processes(rank: int, world_size: int, transports: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("transports", [("gather", "all_to_all"), ("auto", "auto", "all_to_all")])
 def test_groups_of_other_process_groups_are_called_from_threads(transports: tuple[str, ...]) -> None:
     run_processes(in_processes, 2, transports)
+
+
+def an_open_call(rank: int, world_size: int) -> None:
+    """Two threads complete one call: that of its handle, or of the next call of its group, and one of another group."""
+    groups = [ShardGroup(2, dist.new_group(), transport="all_to_all") for _ in range(2)]
+    for group in groups:
+        group.all_reduce(torch.ones(4), [4, 4])
+    meet = threading.Barrier(2)
+
+    def slowly(*args: Any) -> None:
+        if not meet.broken:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                meet.wait(1)  # the other thread comes while this one is at it
+        time.sleep(0.2)
+        fill(*args)
+
+    fill, executor.fill = executor.fill, slowly
+    for finish in ("wait", "call"):
+        meet.reset()
+        handle = groups[0].all_reduce(torch.full((4,), 1.0 + rank), [4, 4], async_op=True)
+
+        def go_on(finish: str = finish, handle: Any = handle) -> None:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                meet.wait(1)
+            if finish == "call":
+                assert groups[0].all_reduce(torch.full((4,), 3.0), [4, 4]).tolist() == [6.0] * 4
+            assert handle.wait().tolist() == [3.0] * 4
+
+        def elsewhere() -> None:
+            assert groups[1].all_reduce(torch.full((4,), 5.0), [4, 4]).tolist() == [10.0] * 4
+
+        at_once([go_on, elsewhere])
+
+
+def test_two_threads_complete_one_call() -> None:
+    run_processes(an_open_call, 2)
 
 
 def test_groups_of_a_lone_process_are_called_from_threads() -> None:
