@@ -7,8 +7,9 @@ Both variants are one plan on one set of connections (two sets differ by more th
 not told that an exchange begins, so its transfers have no number but their order. They take turns in one run, in
 alternating order. Figures are microseconds a call of the slowest process: medians over the rounds, and the median of
 what a round's two differ by. Rounds come in blocks. A block counts where the processors had little else to do: less
-than ``--others`` of their time (Linux); the others are repeated, for a while. "host" is the processor time of an
-exchange's beginning alone, with warm caches.
+than ``--others`` of their time (Linux); the others are repeated, for a while. "begin" is what the beginning of
+an exchange takes inside these calls, where its code and data are in no near cache, with tags less without, on process
+0; "host" the processor time of the wire's part of it, repeated with warm caches.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shardsum.transports import Stamp
 BYTES = 64 << 10
 BURST = 5
 BLOCK = 25  # rounds
-ATTEMPTS = 20  # blocks for each that is to count
+ATTEMPTS = 5  # blocks for each that is to count
 
 
 def busy_seconds() -> float:
@@ -92,6 +93,25 @@ class Comparison:
         others = busy_seconds() - busy - self._processes.slowest(own) * dist.get_world_size()
         return pairs, self._processes.slowest(others / seconds / (os.cpu_count() or 1))
 
+    def begin_us(self, calls: int = 2000) -> float:
+        """What the beginning of an exchange takes inside a call, with tags less without."""
+        executor, found = self.group._planner.executor, []
+        begin, spent = executor.begin, list[int]()
+
+        def timed(*args: Any) -> None:
+            started = time.perf_counter_ns()
+            begin(*args)
+            spent.append(time.perf_counter_ns() - started)
+
+        executor.begin = timed  # type: ignore[method-assign]
+        for tagged in (True, False):
+            for _ in range(calls):
+                self._call(tagged)
+            found.append(statistics.median(spent) / 1e3)
+            spent.clear()
+        executor.begin = begin  # type: ignore[method-assign]
+        return found[0] - found[1]
+
     def row(self, rounds: int, most: float) -> dict[str, float]:
         blocks: list[tuple[list[tuple[float, float]], float]] = []
         wanted = -(-rounds // BLOCK)
@@ -110,6 +130,7 @@ class Comparison:
             "difference": apart,
             "percent": 100 * apart / without,
             **least,
+            "begin": self.begin_us(),
             "others percent": 100 * max(others for _, others in quiet),
         }
 
