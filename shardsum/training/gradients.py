@@ -6,6 +6,7 @@ of one backward pass, and in float32 where some virtual rank has added several: 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -129,7 +130,8 @@ def _agree_on_used(
 
     Only the hosting process knows. A bit a parameter travels for each on the host's side channel: no GPU is waited for.
     """
-    names = list(replicas.trainable())
+    parameters = replicas.trainable()
+    names = list(parameters)
     try:
         if replicas.virtual_ranks != group.virtual_ranks:
             ours, theirs = list(group.virtual_ranks), list(replicas.virtual_ranks)
@@ -140,14 +142,24 @@ def _agree_on_used(
         raise group.refuse("reduce_gradients", error, counted=True) from error
     used = _bitmap([any(g is not None for g in replicas.gradients(name)) for name in names])
     unrounded = _bitmap([replicas.is_unrounded(name) for name in names])
-    everyone = group.gather_ints("reduce_gradients", [accumulate, *used, *unrounded], 1 + 2 * len(used))
-    if len({row[0] for row in everyone}) > 1:
-        other = next(rank for rank, row in enumerate(everyone) if row[0] != everyone[0][0])
-        raise ValueError(
-            f"accumulate: process 0 passes {bool(everyone[0][0])}, process {other} {bool(everyone[other][0])}"
-        )
-    maps = [_names(names, [row[1:][k * len(used) : (k + 1) * len(used)] for row in everyone]) for k in (0, 1)]
+    said = [accumulate, _fingerprint(parameters)]
+    everyone = group.gather_ints("reduce_gradients", [*said, *used, *unrounded], 2 + 2 * len(used))
+    for rank, row in enumerate(everyone):
+        if row[1] != everyone[0][1]:  # bits would stand for other parameters there
+            raise ValueError(
+                f"replicas: process {rank} has other trainable parameters than process 0 (names, shapes, dtypes, or "
+                "their order): another module, or other parameters are frozen"
+            )
+        if row[0] != everyone[0][0]:
+            raise ValueError(f"accumulate: process 0 passes {bool(everyone[0][0])}, process {rank} {bool(row[0])}")
+    maps = [_names(names, [row[2:][k * len(used) : (k + 1) * len(used)] for row in everyone]) for k in (0, 1)]
     return maps[0], maps[1]
+
+
+def _fingerprint(parameters: dict[str, nn.Parameter]) -> int:
+    """A number of 62 bits for what determines the buckets."""
+    said = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items()]
+    return int.from_bytes(hashlib.blake2b("\n".join(said).encode(), digest_size=8).digest(), "little") >> 2
 
 
 def _bitmap(flags: Sequence[bool]) -> list[int]:

@@ -221,6 +221,29 @@ def test_processes_must_agree_on_accumulate() -> None:
         assert "accumulate: process 0 passes False, process 1 True" in message
 
 
+def _other_parameters(rank: int, world_size: int) -> list[str]:
+    group, found = ShardGroup(2), []
+    for change in ("frozen", "name", "shape"):
+        names = ["a", "b" if change != "name" or rank else "c"]
+        sizes = (4, 4) if change != "shape" or rank else (2, 8)  # as many elements
+        model = nn.ParameterDict({name: nn.Parameter(torch.ones(n, 16 // n)) for name, n in zip(names, sizes)})
+        if change == "frozen":
+            model[names[rank]].requires_grad_(False)
+        hosted = group.replicas(model)
+        for replica in hosted:
+            sum(p.sum() for p in replica.parameters()).backward()
+        with pytest.raises(ValueError) as caught:
+            group.reduce_gradients(hosted)
+        found.append(str(caught.value))
+    assert group.all_reduce(torch.ones(2), [2, 2]).tolist() == [2.0, 2.0]
+    return found
+
+
+def test_processes_must_have_the_same_parameters() -> None:
+    for messages in run_processes(_other_parameters, 2):
+        assert all(m.startswith("replicas: process 1 has other trainable parameters") for m in messages), messages
+
+
 def test_tied_weights_stay_tied_and_buffers_are_copies() -> None:
     model = make_model()
     hosted = ShardGroup(3).replicas(model)
