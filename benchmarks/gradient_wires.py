@@ -8,8 +8,8 @@ The model and data of ``shardsum train`` with its defaults: four virtual ranks, 
 sources packed in one sequence. After the given number of optimizer steps the gradients of one more are taken from each
 virtual rank, sent and added as the hooks do, and compared with the float64 sum of the same gradients.
 
-Times are of forward and backward passes under DDP, eight linear layers of 2048 (134 MB of float32 gradients) on a GPU
-and of 512 on a CPU, four rows a process. The baselines are DDP without a hook (float32) and, on GPUs, with
+Times are of forward and backward passes under DDP, eight linear layers of 2048 (134 MB of float32 gradients) with 2048
+rows a process on a GPU, of 512 with 64 rows on a CPU. The baselines are DDP without a hook (float32) and, on GPUs, with
 torch's ``bf16_compress_hook``, which also adds in bfloat16. Before they are timed, gradients are compared with DDP's.
 """
 
@@ -67,9 +67,9 @@ def travelled(row: Tensor, wire: torch.dtype) -> Tensor:
 
 def times(device: torch.device) -> None:
     """Prints what a forward and backward pass takes with each wire."""
-    width, samples = (2048, 15) if device.type == "cuda" else (512, 9)
+    width, rows, samples = (2048, 2048, 15) if device.type == "cuda" else (512, 64, 9)
     group, meter = ShardGroup(device=device), Meter(device, samples, 0.1)
-    x = torch.randn(4, width, generator=torch.Generator().manual_seed(group.rank)).to(device)
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(group.rank)).to(device)
 
     def model(wire: str) -> DistributedDataParallel:
         torch.manual_seed(0)
