@@ -30,6 +30,10 @@ class _Lock:
 
 
 _locks: WeakKeyDictionary[Any, _Lock] = WeakKeyDictionary()
+#: Ends with a fork: a child has another one. (Cheaper than to ask for the process's number in every call.)
+_process = [object()]
+os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, object()))
+_get_ident = threading.get_ident
 
 
 class Busy:
@@ -44,40 +48,44 @@ class Busy:
         abandon: called with what ended the call, where that is no ordinary error (KeyboardInterrupt).
     """
 
-    __slots__ = ("_abandon", "_lock", "_pid")
+    __slots__ = ("_abandon", "_lock", "_process")
 
     def __init__(self, group: Any, abandon: Callable[[BaseException], None]) -> None:
         self._lock = None if group is None else _locks.setdefault(group, _Lock())
-        self._abandon, self._pid = abandon, os.getpid()
+        self._abandon, self._process = abandon, _process[0]
 
     def __enter__(self) -> None:
         refuse_at_exit()
         state = self._lock
         if state is None:
             return
-        if os.getpid() != self._pid:
+        if _process[0] is not self._process:
             raise RuntimeError(
                 "this ShardGroup belongs to the process that constructed it, and this one is a forked child of it; "
                 "start processes by spawn, and construct their groups in them"
             )
         if not state.lock.acquire(False):
-            if state.thread not in (threading.get_ident(), 0):
+            if state.thread not in (_get_ident(), 0):
                 raise RuntimeError(
                     "the group is in use by another thread; calls of a group, and of all groups of its process group, "
                     "come from one thread at a time"
                 )
             if state.holder is not None:
                 state.holder._abandon(KeyboardInterrupt("an interrupt"))
-        state.holder, state.thread = self, threading.get_ident()
+        state.holder, state.thread = self, _get_ident()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            if error is not None and not isinstance(error, Exception) and self._lock is not None:
+                self._abandon(error)
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Let go, as at the end of ``with`` without an error."""
         state = self._lock
         if state is None:
             return
-        try:
-            if error is not None and not isinstance(error, Exception):
-                self._abandon(error)
-        finally:
-            state.holder, state.thread = None, 0
-            if state.lock.locked():
-                state.lock.release()
+        state.holder, state.thread = None, 0
+        if state.lock.locked():
+            state.lock.release()

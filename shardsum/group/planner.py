@@ -134,7 +134,7 @@ class Planner:
 
     def leave(self) -> None:
         """End a call."""
-        self.agreement.busy.__exit__(None, None, None)
+        self.agreement.busy.release()
 
     def close_open_call(self) -> None:
         """Complete the call whose transfers have not all started, if there is one."""
