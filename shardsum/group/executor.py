@@ -21,7 +21,7 @@ from ..core.numerics import NATIVE_DTYPES
 from ..local import kernels
 from ..local.ops import readable
 from ..native import loader as native
-from ..transports import TRANSPORTS, Rows, Stamp, Wire, carry, carry_peers, share
+from ..transports import Rows, Stamp, Wire, carry, carry_peers, share
 from ..transports.peer.operators import MAX_ROW_DIMS
 from ..transports.peer.peers import Peers
 from ..transports.peer.transport import PreparedCall
@@ -101,14 +101,15 @@ class Executor:
             return TwoShot(self, terms, plan, route, share.pays(self.router.domains, ring=device_type != "cpu"))
         return OneShot(self, terms, plan, route)
 
-    def begin(self, route: Route, stamp: Stamp | None) -> None:
-        """Note the route of a new call, count its bytes from 0, and stamp its transfers."""
+    def begin(self, route: Route, stamp: Stamp | None, beside: bool = False) -> None:
+        """Note the route of a new call, count its bytes from 0, and stamp its transfers. ``beside``: these go on while
+        something else is done."""
         self.last = route
         wire, calls = self.wire, self.calls
         if wire is not None:
             wire.traffic.sent = wire.traffic.received = 0
             if stamp is not None:
-                wire.begin(stamp, calls.call, calls.origin)
+                wire.begin(stamp, calls.call, calls.origin, beside)
 
     def peer_number(self) -> int:
         """What a launch over peer memory carries as the number of its call."""
@@ -122,19 +123,19 @@ class OneShot(Prepared):
         super().__init__(executor, terms, plan, route)
         n = route.chunks
         self._cuts = [plan.cut(i / n, (i + 1) / n) for i in range(n)] if n > 1 else [plan]
-        self._transport = TRANSPORTS[route.transport]
+        self._chunks = list(zip(self._cuts, self._movers(route.transport, self._cuts)))
 
     def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
-        self._executor.begin(self.route, self._stamp)
+        self._executor.begin(self.route, self._stamp, len(self._cuts) > 1)
         results = self._results(shards[0], outs)
         return Job(results, self._steps(shards, results), len(self._cuts) > 1, self._executor.wire)
 
     def _steps(self, shards: Sequence[Tensor], outs: list[Tensor]) -> Iterator[None]:
-        rank, wire, plan = self._executor.rank, self._executor.wire, self._plan
-        pending = self._transport.start(self._cuts[0], shards, rank, wire)
+        wire, plan = self._executor.wire, self._plan
+        pending = self._chunks[0][1].start(shards, wire)
         yield
-        for cut, following in zip(self._cuts, [*self._cuts[1:], None]):
-            ahead = None if following is None else self._transport.start(following, shards, rank, wire)
+        for (cut, _), following in zip(self._chunks, [*self._chunks[1:], None]):
+            ahead = None if following is None else following[1].start(shards, wire)
             parts = []
             for q, out, rows in zip(self._sinks, outs, pending.wait(wire)):
                 begin, end = (position - plan.sinks[q][0] for position in cut.sinks[q])
@@ -153,13 +154,14 @@ class TwoShot(Prepared):
     def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route, by_domain: bool) -> None:
         super().__init__(executor, terms, plan, route)
         self._by_domain = by_domain
-        self._cuts = two_shot_chunks(plan, route.chunks)
+        cuts = two_shot_chunks(plan, route.chunks)
+        self._chunks = list(zip(cuts, self._movers("all_to_all", cuts)))
         self._chunk_rows = rows_per_chunk(plan, route.chunks)
 
     def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
-        self._executor.begin(self.route, self._stamp)
+        self._executor.begin(self.route, self._stamp, len(self._chunks) > 1)
         (shape,) = self.shapes
-        padded = (self._chunk_rows * len(self._cuts), *shape[1:])
+        padded = (self._chunk_rows * len(self._chunks), *shape[1:])
         buffer = (
             outs[0] if outs is not None and padded == shape else shards[0].new_empty(padded, dtype=self._reduce.dtype)
         )
@@ -167,15 +169,16 @@ class TwoShot(Prepared):
                    self._executor.wire)  # fmt: skip
 
     def _steps(self, shards: Sequence[Tensor], buffer: Tensor) -> Iterator[None]:
-        transport, wire, rank = TRANSPORTS["all_to_all"], self._executor.wire, self._executor.rank
+        wire, rank = self._executor.wire, self._executor.rank
         assert wire is not None
         rows_per_process = self._chunk_rows // self._executor.world_size
-        pending = transport.start(self._cuts[0], shards, rank, wire)
+        pending = self._chunks[0][1].start(shards, wire)
         yield
         gathers: list[Any] = []
         shared: list[share.Sharing] = []
-        for cut, following, chunk in zip(self._cuts, [*self._cuts[1:], None], buffer.split(self._chunk_rows)):
-            ahead = None if following is None else transport.start(following, shards, rank, wire)
+        parts = buffer.split(self._chunk_rows)
+        for (cut, _), following, chunk in zip(self._chunks, [*self._chunks[1:], None], parts):
+            ahead = None if following is None else following[1].start(shards, wire)
             mine = chunk[rank * rows_per_process : (rank + 1) * rows_per_process]
             (rows,) = pending.wait(wire)
             fill(mine[: length(cut.sinks[rank])], rows, self._reduce)
@@ -200,7 +203,6 @@ class OverPeers(Prepared):
 
     def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route) -> None:
         super().__init__(executor, terms, plan, route)
-        self._terms = terms
         self._is_empty = not torch.Size(terms.row_shape).numel() or not any(length(i) for i in plan.sinks)
 
     @cached_property
@@ -243,7 +245,7 @@ class Carried(Prepared):
         assert route.carry is not None
         together = executor.inside is not None and route.carry.domains == executor.router.domains.of
         self._schedule, self._batched = carry.Schedule(route.carry, executor.rank, rows=not together), batched
-        self._together, self._terms = together, terms
+        self._together = together
         self._has_width = torch.Size(terms.row_shape).numel() > 0
 
     @cached_property
@@ -277,4 +279,5 @@ def fill(out: Tensor, rows: Rows, reduce: Reduce) -> None:
     elif not rows.rows:
         out.fill_(reduce.empty)
     else:
-        kernels.sum_rows(out, [readable(r) for r in rows.rows], rows.starts, reduce.op == "mean", reduce.scale, False)
+        read = rows.rows if rows.rows[0].dtype in NATIVE_DTYPES else [readable(r) for r in rows.rows]
+        kernels.sum_rows(out, read, rows.starts, reduce.op == "mean", reduce.scale, False)

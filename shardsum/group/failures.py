@@ -16,7 +16,7 @@ from weakref import WeakMethod
 import torch.distributed as dist
 
 from ..transports import Wire
-from ..transports.wire import Step
+from ..transports.stamps import Step
 from .busy import Busy
 from .side_channel import OutOfStep, SideChannel, StoreGone
 

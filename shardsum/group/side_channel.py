@@ -23,10 +23,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..core.log import log
 from ..transports import Stamp, TaggedWire, stamp
+from ..transports.stamps import Step
 from ..transports.store import BoundedStore, StoreGone, within
 from ..transports.tagged import OutOfStep
 from ..transports.watch import Board, Guard
-from ..transports.wire import Step
 
 LONGEST_PAUSE_S = 0.02
 _BEAT_S = 1.0

@@ -5,7 +5,7 @@ To add a transport, write such a module and name its class in :data:`TRANSPORTS`
 (:mod:`.peer`) and carried accumulators (:mod:`.carry`) yield no rows, since they sum while they move: they stand apart.
 
     local       views of the shards in place                                  one process
-    gather      padded (R, S_MAX, *F) buffer by all_gather                    small, or nearly even shards
+    gather      a buffer of all processes' shards by all_gather               small, or nearly even shards
     all_to_all  exactly what each process wants, in uneven splits             large or ragged
     carry       accumulators from domain to domain (:mod:`.carry`)            several hosts, or ranks a process
 """
@@ -13,12 +13,15 @@ To add a transport, write such a module and name its class in :data:`TRANSPORTS`
 from __future__ import annotations
 
 from .all_to_all import AllToAll
-from .base import Pending, Rows, Transport
+from .base import Layout, Mover, Pending, Rows, Transport
 from .gather import Gather
 from .local import Local
+from .stamps import Stamp, stamp
 from .tagged import TaggedWire
-from .wire import Stamp, Traffic, Wire, stamp
+from .wire import Traffic, Wire
 
 TRANSPORTS: dict[str, Transport] = {t.name: t for t in (Local(), Gather(), AllToAll())}
 
-__all__ = ["TRANSPORTS", "Pending", "Rows", "Stamp", "TaggedWire", "Traffic", "Transport", "Wire", "stamp"]
+__all__ = [
+    "TRANSPORTS", "Layout", "Mover", "Pending", "Rows", "Stamp", "TaggedWire", "Traffic", "Transport", "Wire", "stamp",
+]  # fmt: skip

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..core.layout import ExchangePlan
@@ -19,6 +20,16 @@ class Rows:
 
     rows: list[Tensor]
     starts: list[int]
+
+
+class Picked(NamedTuple):
+    """The rows of one sink among the pieces of a process: which, and their starts."""
+
+    pieces: list[int]
+    starts: list[int]
+
+    def of(self, tensors: Sequence[Tensor]) -> Rows:
+        return Rows([tensors[i] for i in self.pieces], self.starts)
 
 
 @dataclass
@@ -37,18 +48,62 @@ class Pending:
         return self.sinks
 
 
+class Mover(Protocol):
+    """The exchange of one plan on one process, with everything decided that does not depend on tensors.
+
+    ``start`` takes the hosted sources (contiguous, ``(|I_r|, *F)``). It moves bytes and never reads a tensor's values
+    on the host.
+    """
+
+    def start(self, shards: Sequence[Tensor], wire: Wire | None) -> Pending: ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a :class:`Mover` is made for.
+
+    Attributes:
+        plan: the same on all processes, which start their movers in the same order.
+        rank: this process.
+        row_shape, dtype: of what the sources hold.
+        header_bytes: of the wire (:attr:`.wire.Wire.header_bytes`).
+    """
+
+    plan: ExchangePlan
+    rank: int
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    header_bytes: int
+
+    @property
+    def width(self) -> int:
+        """Elements of a position."""
+        return torch.Size(self.row_shape).numel()
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    def pick(self, pieces: Sequence[tuple[int, int]]) -> list[Picked]:
+        """The rows of every hosted sink among pieces ``(begin, length)`` in source order."""
+        found = []
+        for q in self.plan.hosted_sinks(self.rank):
+            lo, hi = self.plan.sinks[q]
+            held = [i for i, (begin, n) in enumerate(pieces) if max(begin, lo) < min(begin + n, hi)]
+            found.append(Picked(held, [pieces[i][0] - lo for i in held]))
+        return found
+
+
 class Transport(Protocol):
     """Brings rows to the process that sums them.
 
-    ``start`` is called by every process with the same plan and its own hosted source tensors (contiguous,
-    ``(|I_r|, *F)``), in the same order of calls. It moves bytes and never reads a tensor's values on the host.
     ``transfers`` predicts how many positions travel from which process to which: (sender, receiver, positions).
     ``ring``: an all_gather passes them on around a ring (NCCL), else every process sends its own to all (gloo).
     """
 
     name: str
 
-    def start(self, plan: ExchangePlan, shards: Sequence[Tensor], rank: int, wire: Wire | None) -> Pending: ...
+    def prepare(self, layout: Layout) -> Mover: ...
 
     def transfers(self, plan: ExchangePlan, ring: bool) -> Iterable[tuple[int, int, int]]: ...
 
@@ -60,10 +115,3 @@ def all_gather_transfers(world_size: int, positions: int, ring: bool) -> Iterato
             yield a, (a + 1) % world_size, positions * (world_size - 1)
         else:
             yield from ((a, b, positions) for b in range(world_size) if b != a)
-
-
-def rows_of_sink(plan: ExchangePlan, sink: int, pieces: Iterable[tuple[int, Tensor]]) -> Rows:
-    """The rows of one sink from pieces ``(begin, tensor)`` in source order."""
-    lo, hi = plan.sinks[sink]
-    held = [(t, begin - lo) for begin, t in pieces if max(begin, lo) < min(begin + t.shape[0], hi)]
-    return Rows([t for t, _ in held], [start for _, start in held])

@@ -15,13 +15,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..core.layout import Interval, intersect, length
+from ..core.layout import length
 from ..core.numerics import accumulator_dtype
 from ..local import kernels
 from ..local.ops import readable
-from .carry_items import ACCUMULATORS, KINDS, RESULTS, ROWS, Item, Message
+from .carry_items import ACCUMULATORS, KINDS, RESULTS, ROWS, Item
 from .carry_peers import Ready, joined
-from .carry_plan import CarryPlan
+from .carry_schedule import Fold, Parcel, Place, Schedule
 from .links import Links, Transfer
 from .wire import Wire
 
@@ -39,46 +39,6 @@ class Reduce(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def empty(self) -> float: ...
-
-
-class Schedule:
-    """What one process does, step by step.
-
-    Args:
-        carry: what all processes do.
-        process: this one.
-        rows: whether rows are sent inside domains; else they go over peer memory.
-
-    Attributes:
-        receives, sends: messages by step.
-        folds: (piece, stage) by step.
-        slots: where accumulators that are sent lie in their message, by (piece, stage): the message, first row.
-    """
-
-    def __init__(self, carry: CarryPlan, process: int, rows: bool = True) -> None:
-        self.carry, self.process = carry, process
-        self.sources = carry.plan.hosted_sources(process)
-        self.sinks = [carry.plan.sinks[q] for q in carry.plan.hosted_sinks(process)]
-        self.sends: dict[int, list[Message]] = defaultdict(list)
-        self.receives: dict[int, list[Message]] = defaultdict(list)
-        self.slots: dict[tuple[int, int], tuple[Message, int]] = {}
-        for message in carry.messages_of(process):
-            if message.kind == ROWS and not rows:
-                continue
-            mine = message.sender == process
-            (self.sends if mine else self.receives)[message.step].append(message)
-            if mine and message.kind == ACCUMULATORS:
-                for item, first in message.placed:
-                    self.slots[item.piece, item.number] = message, first
-        self.folds: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for step, piece, stage in carry.folds_of(process):
-            self.folds[step].append((piece, stage))
-        self.steps = 1 + max((*self.sends, *self.receives, *self.folds), default=-1)
-
-    def targets(self, interval: Interval) -> list[tuple[int, int]]:
-        """The hosted sinks that hold the positions, and where in them they begin."""
-        begin, end = interval
-        return [(q, begin - lo) for q, (lo, hi) in enumerate(self.sinks) if lo <= begin and end <= hi]
 
 
 def run(
@@ -124,21 +84,21 @@ class _Run:
         number: int,
     ) -> None:
         self.launches, self.number = launches, number
-        self.plan, self.pieces, self.reduce, self.links = plan, plan.carry.pieces, reduce, links
+        self.plan, self.reduce, self.links = plan, reduce, links
         self.first, self.width = shards[0], shards[0].shape[1:].numel()
         self.dtypes = dict(zip(KINDS, (self.first.dtype, accumulator_dtype(self.first.dtype), reduce.dtype)))
-        self.shards = {r: x.view(x.shape[0], self.width) for r, x in zip(plan.sources, shards)}
+        self.shards = {r: _flat(x, self.width) for r, x in zip(plan.sources, shards)}
         self.readable = {r: readable(x) for r, x in self.shards.items()}
-        self.outs = [out.view(out.shape[0], self.width) for out in outs]
-        self.rows: dict[tuple[int, int], tuple[int, Tensor]] = {}  # received, by (piece, source): position, tensor
-        self.accumulators: dict[tuple[int, int], Tensor] = {}  # received, by (piece, stage that left them)
+        self.outs = [_flat(out, self.width) for out in outs]
+        self.rows: dict[tuple[int, int], Tensor] = {}  # received, by (piece, source)
+        self.parcels: dict[Parcel, Tensor] = {}  # accumulators that have come; what is folded into what is sent
         self.results: dict[int, Tensor] = {}  # by piece, of those that this process has but does not want
-        self.buffers: dict[tuple[int, int], Tensor] = {}  # accumulators to be sent, by (step, receiver)
-        self.arriving: dict[int, list[tuple[Message, Tensor, Transfer]]] = defaultdict(list)
+        self.arriving: dict[int, list[tuple[Parcel, Tensor, Transfer]]] = defaultdict(list)
 
     def steps(self) -> Iterator[None]:
         last, batched = max(self.plan.steps, 1 + max(self.launches or (), default=-1)), self.links.batched
-        self.fill_empty()
+        for sink, begin, end in self.plan.gaps:
+            self.outs[sink][begin:end].fill_(self.reduce.empty)
         for step in range(1 if batched else 1 + _AHEAD):
             self.post_early(step)
         self.post_late(0)
@@ -155,58 +115,66 @@ class _Run:
                 for ready in self.launches.get(step, ()):
                     self.fold_over_peers(ready)
             else:
-                for piece, stage in self.plan.folds.get(step, ()):
-                    self.fold(piece, stage)
+                for fold in self.plan.folds.get(step, ()):
+                    self.fold(fold)
+            for parcel in self.plan.receives.get(step, ()):
+                if parcel.kind == ACCUMULATORS:
+                    del self.parcels[parcel]
             if not batched:
                 self.post_late(step + 1)
         for step in range(last):
             self.take(step, RESULTS)
         self.links.finish()
-        self.copy_shared()
+        for sink, begin, first_sink, first, n in self.plan.shared:  # they have come to the first of them
+            self.outs[sink][begin : begin + n] = self.outs[first_sink][first : first + n]
         self.links.wire.verify(self.outs)
 
     # Transfers
 
     def post_early(self, step: int) -> None:
         """Receive what arrives in a step, and send the rows that do."""
-        for message in self.plan.receives.get(step, ()):
-            tensor = self.result(message.items[0]) if message.kind == RESULTS and len(message.items) == 1 else None
-            if tensor is None:
-                tensor = self.new(message.positions, message.kind)
-            self.arriving[step].append((message, tensor, self.links.receive(tensor, message.sender, _tag(message))))
-        for message in self.plan.sends.get(step, ()):
-            if message.kind == ROWS:
-                self.send(message, [self.row(item) for item in message.items])
+        for parcel in self.plan.receives.get(step, ()):
+            if parcel.kind == RESULTS and len(parcel.items) == 1:
+                tensor = self.result(parcel.items[0])
+            else:
+                tensor = self.new(parcel.positions, parcel.kind)
+            self.arriving[step].append((parcel, tensor, self.links.receive(tensor, parcel.peer, parcel.number)))
+        for parcel in self.plan.sends.get(step, ()):
+            if parcel.kind == ROWS:
+                self.send(parcel, [self.row(item) for item in parcel.items])
 
     def post_late(self, step: int) -> None:
         """Send what has been folded, or received, by now."""
-        for message in self.plan.sends.get(step, ()):
-            if message.kind == ACCUMULATORS:
-                self.send(message, [self.buffers.pop((step, message.receiver))])
-            elif message.kind == RESULTS:
+        for parcel in self.plan.sends.get(step, ()):
+            if parcel.kind == RESULTS:
                 self.take(step - self.plan.carry.lag, RESULTS)  # which this process may only pass on
-                self.send(message, [self.result(item) for item in message.items])
+            if parcel.is_filled:
+                self.send(parcel, [self.parcels.pop(parcel) if parcel.kind == ACCUMULATORS else self.parcels[parcel]])
+            elif parcel.kind == RESULTS:
+                self.send(parcel, [self.result(item) for item in parcel.items])
         self.links.flush()
 
-    def send(self, message: Message, parts: list[Tensor]) -> None:
+    def send(self, parcel: Parcel, parts: list[Tensor]) -> None:
         data = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self.links.send(data, message.receiver, _tag(message))
+        self.links.send(data, parcel.peer, parcel.number)
 
     def take(self, step: int, kind: str) -> None:
         """Wait for what arrives of a kind in a step, and put it where it is looked for."""
-        for entry in [e for e in self.arriving.get(step, ()) if e[0].kind == kind]:
-            self.arriving[step].remove(entry)
-            message, tensor, transfer = entry
+        arriving = self.arriving.get(step)
+        if not arriving:
+            return
+        self.arriving[step] = [entry for entry in arriving if entry[0].kind != kind]
+        for parcel, tensor, transfer in arriving:
+            if parcel.kind != kind:
+                continue
             self.links.wait(transfer)
-            tensor = readable(tensor) if kind == ROWS else tensor
-            for item, first in message.placed:
-                part = tensor[first : first + length(item.interval)]
-                if kind == ROWS:
-                    self.rows[item.piece, item.number] = item.interval[0], part
-                elif kind == ACCUMULATORS:
-                    self.accumulators[item.piece, item.number] = part
-                elif len(message.items) > 1:
-                    self.result(item).copy_(part)
+            if kind == ACCUMULATORS:
+                self.parcels[parcel] = tensor
+            elif kind == ROWS:
+                for item, part in zip(parcel.items, readable(tensor).split(parcel.sizes)):
+                    self.rows[item.piece, item.number] = part
+            elif len(parcel.items) > 1:
+                torch._foreach_copy_([self.result(item) for item in parcel.items], tensor.split(parcel.sizes))
 
     # Where things lie
 
@@ -218,78 +186,47 @@ class _Run:
         return self.shards[item.number][item.interval[0] - begin : item.interval[1] - begin]
 
     def result(self, item: Item) -> Tensor:
-        """Where the result of a piece is put: into the first sink that wants it, else aside."""
-        targets = self.plan.targets(item.interval)
-        if targets:
-            sink, first = targets[0]
-            return self.outs[sink][first : first + length(item.interval)]
-        if item.piece not in self.results:
-            self.results[item.piece] = self.new(length(item.interval), RESULTS)
-        return self.results[item.piece]
+        return self.at(self.plan.result(item.piece), length(item.interval), item.piece)
+
+    def at(self, place: Place, n: int, piece: int) -> Tensor:
+        """So many positions at a place."""
+        where, first = place
+        if where is None:
+            if piece not in self.results:
+                self.results[piece] = self.new(n, RESULTS)
+            return self.results[piece]
+        if isinstance(where, int):
+            whole = self.outs[where]
+        elif where in self.parcels:
+            whole = self.parcels[where]
+        else:
+            whole = self.parcels[where] = self.new(where.positions, where.kind)
+        return whole if n == whole.shape[0] else whole[first : first + n]
 
     # Arithmetic
 
-    def fold(self, index: int, number: int) -> None:
-        piece, (_, sources, carried) = self.pieces[index], self.pieces[index].stages[number]
-        begin = piece.interval[0]
-        rows, starts = [], []
-        for r in sources:
-            if not length(intersect(self.plan.carry.plan.sources[r], piece.interval)):
-                continue
-            if r in self.readable:
-                at, row = self.plan.carry.plan.sources[r][0], self.readable[r]
-            else:
-                at, row = self.rows.pop((index, r))
-            rows.append(row)
-            starts.append(at - begin)
-        carry, out = self.accumulators.pop((index, number - 1)) if number else None, self.folded(index, number)
-        if number + 1 < len(piece.stages):
-            kernels.sum_rows_carry(out, carry, rows, starts, carried, False, None)
-        else:
-            kernels.sum_rows_carry(out, carry, rows, starts, carried, self.reduce.op == "mean", self.reduce.scale)
-
-    def folded(self, index: int, number: int) -> Tensor:
-        """Where a fold writes: into the message that carries it on, or the result."""
-        piece = self.pieces[index]
-        if number + 1 == len(piece.stages):
-            return self.result(Item(piece.interval, index, -1))
-        message, first = self.plan.slots[index, number]
-        key = message.step, message.receiver
-        if key not in self.buffers:
-            self.buffers[key] = self.new(message.positions, ACCUMULATORS)
-        return self.buffers[key][first : first + length(piece.interval)]
+    def fold(self, fold: Fold) -> None:
+        n, (piece, *_) = length(fold.interval), fold.pieces
+        rows = [self.readable[r] if r in self.readable else self.rows.pop((piece, r)) for r in fold.sources]
+        carry = None if fold.came is None else self.at(fold.came, n, piece)
+        mean, scale = (self.reduce.op == "mean", self.reduce.scale) if fold.ends else (False, None)
+        kernels.sum_rows_carry(self.at(fold.to, n, piece), carry, rows, fold.starts, fold.carried, mean, scale)
 
     def fold_over_peers(self, ready: Ready) -> None:
-        launch, accumulators = ready.launch, None
+        launch, pieces, accumulators = ready.launch, self.plan.carry.pieces, None
         rows = []
         for source, (begin, end) in launch.rows:
             at = self.plan.carry.plan.sources[source][0]
             rows.append(self.readable[source][begin - at : end - at] if begin < end else self.readable[source][:0])
+        sizes = [length(pieces[index].interval) for index, _ in launch.folds]
         if launch.goes_on and launch.folds:
-            accumulators = joined([self.accumulators.pop((index, number - 1)) for index, number in launch.folds])
-        outs = [self.folded(index, number) for index, number in launch.folds]
+            came = [self.plan.accumulators(index, number - 1) for index, number in launch.folds]
+            accumulators = joined([self.at(p, n, index) for p, n, (index, _) in zip(came, sizes, launch.folds)])
+        places = [self.plan.written(index, number) for index, number in launch.folds]
+        outs = [self.at(p, n, index) for p, n, (index, _) in zip(places, sizes, launch.folds)]
         spoils = self.links.wire.spoils()
         ready.call(outs, rows, ready.bounds, None, None, self.number, accumulators, launch.carried, spoils)
 
-    def fill_empty(self) -> None:
-        """Fill wanted positions that no source holds."""
-        for gap in self.plan.carry.empty:
-            for out, (lo, hi) in zip(self.outs, self.plan.sinks):
-                begin, end = intersect(gap, (lo, hi))
-                if begin < end:
-                    out[begin - lo : end - lo].fill_(self.reduce.empty)
 
-    def copy_shared(self) -> None:
-        """Positions that several hosted sinks want have come to the first of them."""
-        if len(self.outs) < 2:
-            return
-        for piece in self.pieces:
-            targets = self.plan.targets(piece.interval)
-            for sink, first in targets[1:]:
-                n = length(piece.interval)
-                self.outs[sink][first : first + n] = self.result(Item(piece.interval, -1, -1))
-
-
-def _tag(message: Message) -> int:
-    """The number that tells apart the messages of one call between two processes."""
-    return message.step * len(KINDS) + KINDS.index(message.kind)
+def _flat(x: Tensor, width: int) -> Tensor:
+    return x if x.dim() == 2 else x.view(x.shape[0], width)

@@ -1,50 +1,70 @@
-"""Rows are slices of a padded (G, k, S, *F) buffer that one all_gather fills on every process.
+"""Rows are slices of one buffer (G, n, *F) that one all_gather fills on every process.
 
-k is the largest number of sources on a process and S the longest source, so every process sends the same bytes.
+Every process sends the same bytes: its sources one behind the other, and nothing that is read up to the n positions of
+the process that has most.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from ..core.layout import ExchangePlan, length
-from .base import Pending, all_gather_transfers, rows_of_sink
+from .base import Layout, Mover, Pending, all_gather_transfers
 from .wire import Wire
 
 
 class Gather:
     name = "gather"
 
-    def start(self, plan: ExchangePlan, shards: Sequence[Tensor], rank: int, wire: Wire | None) -> Pending:
-        assert wire is not None
-        slots, longest = _padded(plan)
-        first, trailing = shards[0], shards[0].shape[1:]
-        if slots == 1 and first.shape[0] == longest:
-            mine = first  # already the padded form
-        else:
-            mine = first.new_empty((slots, longest, *trailing))
-            for slot, shard in enumerate(shards):
-                mine[slot, : shard.shape[0]] = shard
-        everyone = first.new_empty((plan.world_size, slots, longest, *trailing))
-        works = [wire.all_gather(everyone, mine)] if everyone.numel() else []
-        used: Counter[int] = Counter()
-        slots_of_all = everyone.flatten(0, 1).unbind(0)
-        pieces = []
-        for interval, owner in zip(plan.sources, plan.source_owners):
-            row, n = slots_of_all[owner * slots + used[owner]], length(interval)
-            pieces.append((interval[0], row if n == longest else row[:n]))
-            used[owner] += 1
-        sinks = [rows_of_sink(plan, q, pieces) for q in plan.hosted_sinks(rank)]
-        return Pending(sinks, works, [everyone, mine])
+    def prepare(self, layout: Layout) -> Mover:
+        return _Gather(layout)
 
     def transfers(self, plan: ExchangePlan, ring: bool) -> Iterable[tuple[int, int, int]]:
-        slots, longest = _padded(plan)
-        return all_gather_transfers(plan.world_size, slots * longest, ring)
+        return all_gather_transfers(plan.world_size, max(_held(plan)), ring)
 
 
-def _padded(plan: ExchangePlan) -> tuple[int, int]:
-    slots = max(Counter(plan.source_owners).values())
-    return slots, max(length(i) for i in plan.sources)
+class _Gather:
+    """
+    Attributes:
+        _sizes: positions of all sources in the order in which they lie, each process's followed by what is not read.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        plan, held = layout.plan, _held(layout.plan)
+        self._layout, self._total, self._mine = layout, max(held), held[layout.rank]
+        self._bytes = plan.world_size * self._total * layout.row_bytes
+        self._sizes: list[int] = []
+        places = {}
+        for process, n in enumerate(held):
+            for r in plan.hosted_sources(process):
+                places[r] = len(self._sizes)
+                self._sizes.append(length(plan.sources[r]))
+            self._sizes.append(self._total - n)
+        self._places = [places[r] for r in range(len(plan.sources))]
+        self._picked = layout.pick([(i[0], length(i)) for i in plan.sources])
+        for sink in self._picked:
+            sink.pieces[:] = [self._places[r] for r in sink.pieces]
+
+    def start(self, shards: Sequence[Tensor], wire: Wire | None) -> Pending:
+        assert wire is not None
+        layout, first = self._layout, shards[0]
+        if self._mine < self._total:
+            mine = first.new_empty((self._total, *layout.row_shape))
+            torch.cat(list(shards), out=mine[: self._mine])
+        else:
+            mine = first if len(shards) == 1 else torch.cat(list(shards))
+        everyone = torch.empty(self._bytes, dtype=torch.uint8, device=first.device)
+        works = [wire.all_gather(everyone, mine)] if self._bytes else []
+        rows = everyone.view(layout.dtype).view(sum(self._sizes), *layout.row_shape).split(self._sizes)
+        return Pending([sink.of(rows) for sink in self._picked], works, [everyone, mine])
+
+
+def _held(plan: ExchangePlan) -> list[int]:
+    """Positions that every process holds, its sources one behind the other."""
+    held = [0] * plan.world_size
+    for interval, owner in zip(plan.sources, plan.source_owners):
+        held[owner] += length(interval)
+    return held

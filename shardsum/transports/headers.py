@@ -2,9 +2,9 @@
 belong to, checked on the device by who receives them.
 
 A header is a 62-bit number, twice: a hash of the group, the number of the exchange and of the call, and the stamp of
-what it is (:class:`.wire.Stamp`). Every message of an exchange brings one, from each sender to each receiver. Once the
-rows have been summed, one launch compares what came with this process's own header (:meth:`Headers.verify`). Where they
-differ,
+what it is (:class:`.stamps.Stamp`). Every message of an exchange brings one, from each sender to each receiver. Once
+the rows have been summed, one launch compares what came with this process's own header (:meth:`Headers.verify`). Where
+they differ,
 
 * every byte of the results becomes 255: NaN of any float dtype, -1 of integers, as with peer memory;
 * this process's header and all its later ones become invalid, so that whoever gets what was made of those rows
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .wire import Step
+    from .stamps import Step
 
 BYTES = 16
 _HISTORY = 256  # exchanges whose headers this process can name
@@ -74,6 +74,7 @@ class Headers:
         self._header: Tensor | None = None
         self._arrived: list[Received] = []
         self._checked = False  # headers of this exchange
+        self._others: tuple[list[int], list[int]] | None = None
         self._steps: OrderedDict[int, Step] = OrderedDict()
 
     def begin(self, step: Step) -> None:
@@ -91,20 +92,30 @@ class Headers:
         """What the last exchanges were, by header."""
         return {value: str(step) for value, step in self._steps.items()}
 
-    def own(self) -> Tensor:
-        """This exchange's header, ``(16,)`` bytes."""
+    def own(self, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """This exchange's header, ``(16,)`` bytes, as elements of ``dtype``."""
+        return self._words().view(dtype)
+
+    def _words(self) -> Tensor:
         if self._header is None:
             self._header = torch.bitwise_or(self._state, self._value)
-        return self._header.view(torch.uint8)
+        return self._header
 
     @property
     def words(self) -> list[Tensor]:
         """What a kernel sets to -1 to make this exchange's header, and all later ones, invalid. Two words each."""
-        return [self._state, self.own().view(torch.int64)]
+        return [self._state, self._words()]
 
     def room(self, count: int) -> Tensor:
         """Where headers of so many senders are received."""
         return torch.empty(count * BYTES, dtype=torch.uint8, device=self._device)
+
+    def of_all(self, came: Tensor, rank: int) -> Received:
+        """What an all_gather of headers has brought process ``rank``."""
+        if self._others is None:
+            others = [p for p in range(came.numel() // BYTES) if p != rank]
+            self._others = [BYTES * p for p in others], others
+        return Received(came, *self._others)
 
     def arrived(self, received: Received) -> None:
         """Note headers whose messages have come (on CUDA: for which the current stream waits)."""
@@ -116,12 +127,12 @@ class Headers:
         this exchange. To be called when they are complete, and before anything made of what arrived is sent."""
         if not (self._arrived or self._checked):
             return
-        assert self._header is not None
+        header = self._words()
         outs, *arrived = [x for x in outs if x.numel()], *self._arrived
         last = arrived.pop() if arrived else Received(self._state.view(torch.uint8), [], [])
         for received in arrived:
-            check_headers([], self._header, self._state, self._record, *received)
-        check_headers(outs, self._header, self._state, self._record, *last)
+            check_headers([], header, self._state, self._record, *received)
+        check_headers(outs, header, self._state, self._record, *last)
         self._arrived, self._checked = [], True
 
     def found(self) -> Found | None:

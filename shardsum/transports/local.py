@@ -6,17 +6,24 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from ..core.layout import ExchangePlan
-from .base import Pending, rows_of_sink
+from ..core.layout import ExchangePlan, length
+from .base import Layout, Mover, Pending
 from .wire import Wire
 
 
 class Local:
     name = "local"
 
-    def start(self, plan: ExchangePlan, shards: Sequence[Tensor], rank: int, wire: Wire | None) -> Pending:
-        pieces = [(begin, shard) for (begin, _), shard in zip(plan.sources, shards)]
-        return Pending([rows_of_sink(plan, q, pieces) for q in range(len(plan.sinks))])
+    def prepare(self, layout: Layout) -> Mover:
+        return _Local(layout)
 
     def transfers(self, plan: ExchangePlan, ring: bool) -> Iterable[tuple[int, int, int]]:
         return ()
+
+
+class _Local:
+    def __init__(self, layout: Layout) -> None:
+        self._picked = layout.pick([(i[0], length(i)) for i in layout.plan.sources])
+
+    def start(self, shards: Sequence[Tensor], wire: Wire | None) -> Pending:
+        return Pending([sink.of(shards) for sink in self._picked])

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import watch
+from .stamps import Begun, Stamp, Step
 from .store import StoreGone
-from .wire import Begun, Stamp, Step, Wire, as_bytes, open_calls
+from .wire import Wire, as_bytes, open_calls
 
 _TAGS = (1 << 31) - 1  # the largest tag of gloo's
 #: What the numbers of an exchange and of its call are multiplied by. While both differ by at most 256 between two
@@ -68,7 +69,7 @@ class TaggedWire(Wire):
         self._met = True
         self._works: dict[int, tuple[Begun, list[tuple[int, dist.Work]]]] = {}
 
-    def begin(self, stamp: Stamp, call: int, origin: int = 0) -> None:
+    def begin(self, stamp: Stamp, call: int, origin: int = 0, beside: bool = True) -> None:
         # It runs once in some hundred microseconds, with cold caches: what counts is how much code and memory it
         # touches. So steps are plain tuples, and the tags' numbers small ints.
         if self._failed is not None or open_calls:
@@ -94,10 +95,9 @@ class TaggedWire(Wire):
 
     def all_to_all(self, out: Tensor, mine: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Any:
         self._transfers += 1
-        itemsize, tag = mine.element_size(), self._tags + self._transfers & _TAGS
-        self.count(itemsize, mine.numel(), out.numel())
-        received = as_bytes(out).split([n * itemsize for n in out_splits])
-        sent = as_bytes(mine).split([n * itemsize for n in in_splits])
+        tag, out, mine = self._tags + self._transfers & _TAGS, as_bytes(out), as_bytes(mine)
+        self.count(1, mine.numel(), out.numel())
+        received, sent = out.split(list(out_splits)), mine.split(list(in_splits))
         works = [self._post(self.group.recv, received[p], p, tag) for p in self._from if out_splits[p]]
         works += [self._post(self.group.send, sent[p], p, tag) for p in self._to if in_splits[p]]
         return self._under_way(works)

@@ -27,8 +27,8 @@ from weakref import WeakSet
 from .store import LONGEST_EXIT_S, BoundedStore
 
 if TYPE_CHECKING:
+    from .stamps import Step
     from .tagged import TaggedWire
-    from .wire import Step
 
 TICK_S = 0.2
 LONGEST_PAUSE_S = 1.0  # between two looks at the same wait

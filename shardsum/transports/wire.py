@@ -1,6 +1,6 @@
 """The only place that moves data between processes: bytes in, bytes out, counted.
 
-All transfers move ``uint8`` views, so every dtype travels alike on every backend and nothing is ever reduced by it.
+Bytes are moved, of every dtype alike on every backend, and nothing is ever reduced by it.
 :class:`Wire` moves them by the collectives of the user's process group (NCCL), which pairs them by the order in which
 each process starts them; what comes is checked by :mod:`.headers`. On the CPU
 :class:`shardsum.transports.tagged.TaggedWire` takes its place: point-to-point transfers on a process group of its own,
@@ -9,64 +9,20 @@ paired by tags.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from . import departures
 from .headers import BYTES, Headers, Received
-
-
-class Stamp(NamedTuple):
-    """What an exchange is, on every process that takes part: a hash of 63 bits, and a text for errors."""
-
-    hash: int
-    text: str
-
-    def of(self, call: int) -> Stamp:
-        """The stamp of an exchange that belongs to an earlier call, as its backward; 0 for none."""
-        if not call:
-            return self
-        return Stamp(self.hash + call * 0x9FB21C651E98DF25 & (1 << 63) - 1, f"{self.text} of call {call}")
-
-
-class Step(NamedTuple):
-    """One exchange of a wire: its number there, what it is, and the number of the call that it belongs to."""
-
-    number: int
-    stamp: Stamp
-    call: int
-
-    def __str__(self) -> str:
-        return f"{self.stamp.text} (call {self.call})"
-
-
-#: A :class:`Step` as a plain tuple, which is made in less time.
-Begun = tuple[int, Stamp, int]
-
-
-def stamp(name: str, signature: Mapping[str, Any]) -> Stamp:
-    """The stamp of an exchange.
-
-    Args:
-        name: the collective, as in ``"backward of all_gather"``.
-        signature: all that determines the sizes of its transfers and what is done with them: JSON values, or such as
-            print alike on all processes. Errors show its fields.
-    """
-    said = json.dumps([name, signature], sort_keys=True, default=str)
-    number = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little") >> 1
-    fields = ", ".join(f"{key}={value}" for key, value in signature.items())
-    return Stamp(number, f"{name}({fields if len(fields) <= 200 else fields[:197] + '...'})")
+from .stamps import Begun, Stamp, Step
 
 
 @dataclass
@@ -78,9 +34,14 @@ class Traffic:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A flat ``uint8`` view of a contiguous tensor."""
+    """A flat ``uint8`` view of a contiguous tensor; itself, if it is one."""
+    if x.dtype == torch.uint8 and x.dim() == 1:
+        return x
     # Not reshape: a contiguous tensor of one element may have stride 0, which view(dtype) refuses.
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+_KNOWN = {torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64}
 
 
 @dataclass
@@ -89,6 +50,16 @@ class Transfer:
 
     works: Sequence[Any]
     received: Received | None = None
+
+
+def _movable(x: Tensor) -> Tensor:
+    """Itself, where NCCL knows the dtype (views take the host as long as half a send), else its bytes."""
+    return x if x.dtype in _KNOWN else as_bytes(x)
+
+
+def _works(work: Any) -> Sequence[Any]:
+    """What is to be waited for: nothing where the current stream does it."""
+    return () if work is None else (work,)
 
 
 #: Calls that were left open, by what their wire moves on: see :meth:`Wire.leave_open`. One at most, but for threads.
@@ -106,12 +77,18 @@ class Wire:
     An exchange of all of them begins with :meth:`begin`; its transfers follow in the same order on every process.
     Results made of what came are shown to :meth:`verify` before they are handed out, or sent on.
 
+    Methods of the process group are called as torch.distributed's functions call them: those check their arguments
+    anew in every call, for longer than NCCL takes to launch.
+
     Args:
         group: the torch.distributed group whose processes exchange.
         rank: this process's number in it.
         world_size: how many they are.
         timeout: the limit of a host wait (gloo; NCCL has its watchdog).
         headers: what tells messages apart. None: they are paired by something better than their order.
+
+    Attributes:
+        header_bytes: what every part of an :meth:`all_to_all` that is not empty begins with: its :meth:`header`.
     """
 
     def __init__(
@@ -119,11 +96,12 @@ class Wire:
     ) -> None:
         self.group, self.timeout = group, timeout
         self.rank, self.world_size = rank, world_size
-        self.headers = headers
+        self.headers, self.header_bytes = headers, 0 if headers is None else BYTES
         self.traffic = Traffic()
         self._step: Begun = (0, Stamp(0, "nothing"), 0)
         self._failed: str | None = None
         self._met = False
+        self._gathering, self._exchanging = AllgatherOptions(), AllToAllOptions()
         _wires.add(self)
 
     @property
@@ -131,16 +109,19 @@ class Wire:
         """The exchange that has begun last."""
         return Step(*self._step)
 
-    def begin(self, stamp: Stamp, call: int, origin: int = 0) -> None:
+    def begin(self, stamp: Stamp, call: int, origin: int = 0, beside: bool = True) -> None:
         """Begin an exchange; what an earlier one left open is completed first (:meth:`close`).
 
         Args:
             call: the number of the call that it belongs to.
             origin: of the call whose backward it is, or that it repeats in a backward pass; 0 for neither. Messages
                 carry it, too: the backward passes of equal calls must not meet in another order.
+            beside: whether collectives run beside what the current stream does (NCCL). Else they run on it, which saves
+                the events of two streams that wait for each other.
         """
         self.close()
         self._step = step = Step(self._step[0] + 1, stamp.of(origin), call)
+        self._gathering.asyncOp = self._exchanging.asyncOp = beside
         if self.headers is not None:
             self.headers.begin(step)
 
@@ -150,22 +131,20 @@ class Wire:
         Returns:
             What :meth:`wait` takes, as all transfers.
         """
-        self.count(mine.numel() * mine.element_size() * (self.world_size - 1), 1, 1)
-        return self._gather([as_bytes(out)], [as_bytes(mine)])
+        out, mine = as_bytes(out), as_bytes(mine)
+        self.count(mine.numel() * (self.world_size - 1), 1, 1)
+        return self._gather([out], [mine])
 
     def _gather(self, outs: list[Tensor], mine: list[Tensor]) -> Transfer:
         """All_gathers of headers and of bytes, in one launch."""
         assert self.headers is not None
         own, came = self.headers.own(), self.headers.room(self.world_size)
         departures.note(own, came, *outs, *mine)
-        options = AllgatherOptions()
-        options.asyncOp = True
         # What torch's coalescing manager calls; torch 2.13 renamed it.
         gather = getattr(self.group, "all_gather_single_coalesced", None) or self.group.allgather_into_tensor_coalesced
         self._met = True
-        others = [p for p in range(self.world_size) if p != self.rank]
-        work = gather([came, *outs], [own, *mine], options)
-        return Transfer([work], Received(came, [BYTES * p for p in others], others))
+        work = gather([came, *outs], [own, *mine], self._gathering)
+        return Transfer(_works(work), self.headers.of_all(came, self.rank))
 
     def meet(self, device: torch.device) -> None:
         """To be called before a :meth:`batch` in which some processes may take no part: where NCCL has not connected
@@ -173,29 +152,27 @@ class Wire:
         if not self._met:
             self.wait(self._gather([], []), device)
 
-    def header(self, like: Tensor) -> Tensor | None:
-        """What every part of an :meth:`all_to_all` that is not empty begins with, as elements of the dtype of
-        ``like``; None where nothing is needed."""
-        return None if self.headers is None else self.headers.own().view(like.dtype)
+    def header(self, dtype: torch.dtype) -> Tensor:
+        """What has :attr:`header_bytes`, as elements of ``dtype``."""
+        assert self.headers is not None
+        return self.headers.own(dtype)
 
     def all_to_all(self, out: Tensor, mine: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Any:
-        """Start the exchange of uneven parts of flat tensors; splits in elements, by process, nothing for oneself.
+        """Start the exchange of uneven parts of flat tensors; splits in bytes, by process, nothing for oneself.
         Parts include their :meth:`header`."""
-        itemsize = mine.element_size()
-        senders, receivers = ([p for p, n in enumerate(s) if n] for s in (out_splits, in_splits))
-        self.count(1, mine.numel() * itemsize - BYTES * len(receivers), out.numel() * itemsize - BYTES * len(senders))
         received, sent = as_bytes(out), as_bytes(mine)
+        begins, senders, end = [], [], 0
+        for process, n in enumerate(out_splits):
+            if n:
+                begins.append(end)
+                senders.append(process)
+                end += n
+        self.traffic.received += end - BYTES * len(senders)
+        self.traffic.sent += sum(in_splits) - BYTES * sum(map(bool, in_splits))
         departures.note(received, sent)
-        work = dist.all_to_all_single(
-            received,
-            sent,
-            [n * itemsize for n in out_splits],
-            [n * itemsize for n in in_splits],
-            group=self.group,
-            async_op=True,
-        )
-        begins = [sum(out_splits[:p]) * itemsize for p in senders]
-        return Transfer([work], Received(received, begins, senders))
+        exchange = getattr(self.group, "all_to_all_single", None) or self.group.alltoall_base
+        work = exchange(received, sent, out_splits, in_splits, self._exchanging)
+        return Transfer(_works(work), Received(received, begins, senders))
 
     def send(self, x: Tensor, peer: int, chunk: int) -> Any:
         """Start sending the contiguous ``x`` to one process, which receives the same ``chunk`` of this exchange."""
@@ -212,31 +189,28 @@ class Wire:
         header goes from each process to each that it sends something.
 
         Returns:
-            What :meth:`wait` takes, one for each of ``sends``, then of ``receives``.
+            What :meth:`wait` takes, one for each of ``sends``, then of ``receives``. Here it is one for all.
         """
         assert self.headers is not None
         self.headers.verify([])  # what is sent may be made of what has come
         receivers, senders = (list(dict.fromkeys(peer for _, peer, _ in side)) for side in (sends, receives))
         own, came = self.headers.own(), self.headers.room(len(senders))
-        moved: list[tuple[Any, Tensor, int]] = [(dist.isend, own, peer) for peer in receivers]
-        moved += [(dist.irecv, part, peer) for part, peer in zip(came.split([BYTES] * len(senders)), senders)]
-        moved += [(dist.isend, as_bytes(x), peer) for x, peer, _ in sends]
-        moved += [(dist.irecv, as_bytes(x), peer) for x, peer, _ in receives]
-        departures.note(*(data for _, data, _ in moved))
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(op, data, group=self.group, group_peer=peer) for op, data, peer in moved]
-        )
-        for op, data, _ in moved[len(receivers) + len(senders) :]:
-            self.count(data.numel(), op is dist.isend, op is dist.irecv)
-        each = [works[min(i, len(works) - 1)] for i in range(len(moved))]  # NCCL has one for all
-        transfers = [Transfer([work]) for work in each[len(receivers) + len(senders) :]]
-        peers = [peer for _, peer, _ in (*sends, *receives)]
-        for i, peer in enumerate((*receivers, *senders)):  # a header belongs to the first message of its pair
-            first = transfers[peers.index(peer) if i < len(receivers) else peers.index(peer, len(sends))]
-            first.works = [each[i], *first.works]
-            if i >= len(receivers):
-                first.received = Received(came, [BYTES * (i - len(receivers))], [peer])
-        return transfers
+        heads = came.split(BYTES) if len(senders) > 1 else (came,)
+        sent = [(own, peer) for peer in receivers] + [(_movable(x), peer) for x, peer, _ in sends]
+        received = list(zip(heads, senders)) + [(_movable(x), peer) for x, peer, _ in receives]
+        departures.note(*(data for data, _ in (*sent, *received)))
+        group, device = self.group, own.device
+        together = group._get_backend(device).supports_coalescing  # NCCL: one launch, and one handle
+        if together:
+            group._start_coalescing(device)
+        works: Sequence[Any] = [group.send([data], peer, 0) for data, peer in sent]
+        works = [*works, *(group.recv([data], peer, 0) for data, peer in received)]
+        if together:
+            works = _works(group._end_coalescing(device))
+        self.traffic.sent += sum(x.nbytes for x, _, _ in sends)
+        self.traffic.received += sum(x.nbytes for x, _, _ in receives)
+        transfer = Transfer(works, Received(came, [BYTES * i for i in range(len(senders))], senders))
+        return [transfer] * (len(sends) + len(receives))
 
     def count(self, size: int, sent: int, received: int) -> None:
         self.traffic.sent += size * sent
@@ -275,9 +249,10 @@ class Wire:
                 wire._failed = repr(error)
 
     def wait(self, transfer: Any, device: torch.device) -> None:
-        """CPU: block until done, at most the timeout. CUDA: make the current stream wait."""
+        """CPU: block until done, at most the timeout. CUDA: make the current stream wait. Once is enough."""
         for work in transfer.works:
             work.wait(self.timeout) if device.type == "cpu" else work.wait()
+        transfer.works = ()
         if transfer.received is not None and self.headers is not None:
             self.headers.arrived(transfer.received)
             transfer.received = None

@@ -21,7 +21,7 @@ from shardsum.core.layout import intervals_of, split_evenly
 from shardsum.group import routes
 from shardsum.transports import Wire
 from shardsum.transports.headers import Headers, check_headers
-from shardsum.transports.wire import Step, stamp
+from shardsum.transports.stamps import Step, stamp
 from tests.processes import run_processes
 from tests.values import assert_same, random_values
 

@@ -1,0 +1,201 @@
+"""What one process does of a :class:`.carry_plan.CarryPlan`, step by step, with all places known beforehand.
+
+A call then allocates, launches and moves: it looks for nothing. Pieces that lie side by side, wherever they come from
+and go to, are folded in one launch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ..core.layout import Interval, intersect, length
+from .carry_items import ACCUMULATORS, KINDS, RESULTS, ROWS, Message
+from .carry_plan import CarryPlan
+
+
+@dataclass(eq=False)
+class Parcel:
+    """A message of this process.
+
+    Attributes:
+        positions: of all items.
+        sizes: of each item.
+        number: tells apart the messages of one call between two processes.
+        peer: the other process.
+        is_filled: whether its items are folded into it where they are sent from, so that nothing is copied.
+    """
+
+    message: Message
+    process: int
+    is_filled: bool = False
+
+    def __post_init__(self) -> None:
+        m = self.message
+        self.kind, self.items, self.step = m.kind, m.items, m.step
+        self.sizes = [length(item.interval) for item in m.items]
+        self.positions = sum(self.sizes)
+        self.number = m.step * len(KINDS) + KINDS.index(m.kind)
+        self.peer = m.receiver if m.sender == self.process else m.sender
+
+
+class Place(NamedTuple):
+    """Positions from ``first`` on, of a parcel, of a hosted sink (its index), or of what is kept of a piece (None)."""
+
+    where: Parcel | int | None
+    first: int
+
+
+@dataclass
+class Fold:
+    """One launch.
+
+    Attributes:
+        interval: its positions: of one piece, or of several side by side.
+        pieces: them.
+        sources, starts: the rows, hosted ones and such that have come, and where they begin in the interval.
+        came: the accumulators to go on from; None at the first stage.
+        carried: as in :class:`.carry_items.Stage`.
+        ends: whether the sums are complete then.
+        to: where they go.
+    """
+
+    interval: Interval
+    pieces: list[int]
+    sources: tuple[int, ...]
+    starts: list[int]
+    came: Place | None
+    carried: int
+    ends: bool
+    to: Place
+
+    def goes_on_in(self, other: Fold) -> bool:
+        """Whether the positions of another fold lie behind these in all that both read and write."""
+        n = length(self.interval)
+        places = [(self.to, other.to), (self.came, other.came)]
+        return (
+            self.interval[1] == other.interval[0]
+            and (self.sources, self.carried, self.ends) == (other.sources, other.carried, other.ends)
+            and all(a == b is None or (a and b and _follows(a, b, n)) for a, b in places)
+        )
+
+
+def _follows(a: Place, b: Place, n: int) -> bool:
+    return a.where is b.where and a.where is not None and a.first + n == b.first
+
+
+class Schedule:
+    """What one process does, step by step.
+
+    Args:
+        carry: what all processes do.
+        process: this one.
+        rows: whether rows are sent inside domains; else they go over peer memory.
+
+    Attributes:
+        sources, sinks: the hosted ones; of sinks the intervals.
+        receives, sends: parcels by step.
+        folds: by step. Of what goes over peer memory there are launches instead (:mod:`.carry_peers`).
+        steps: how many there are.
+        gaps: wanted positions that no source holds: (sink, begin, end in it).
+        shared: positions that several hosted sinks want: (sink, begin in it, first of them, begin in it, positions).
+    """
+
+    def __init__(self, carry: CarryPlan, process: int, rows: bool = True) -> None:
+        self.carry, self.process = carry, process
+        self.sources = carry.plan.hosted_sources(process)
+        self.sinks = [carry.plan.sinks[q] for q in carry.plan.hosted_sinks(process)]
+        self.sends: dict[int, list[Parcel]] = defaultdict(list)
+        self.receives: dict[int, list[Parcel]] = defaultdict(list)
+        self.slots: dict[tuple[int, int], Place] = {}
+        self._came: dict[tuple[int, int], Place] = {}
+        self._results: dict[int, Place] = {}
+        for message in carry.messages_of(process):
+            if message.kind == ROWS and not rows:
+                continue
+            parcel, mine = Parcel(message, process), message.sender == process
+            (self.sends if mine else self.receives)[message.step].append(parcel)
+            if message.kind == ACCUMULATORS or (mine and self._can_fill(message)):
+                parcel.is_filled = mine
+                places = self.slots if mine else self._came
+                for item, first in message.placed:
+                    places[item.piece, item.number] = Place(parcel, first)
+        self.steps = 1 + max((*self.sends, *self.receives, *(step for step, _, _ in self._stages)), default=-1)
+        self.gaps = [
+            (q, begin - lo, end - lo)
+            for gap in carry.empty
+            for q, (lo, hi) in enumerate(self.sinks)
+            for begin, end in [intersect(gap, (lo, hi))]
+            if begin < end
+        ]
+        self.shared: list[tuple[int, int, int, int, int]] = []
+        for piece in carry.pieces if len(self.sinks) > 1 else ():
+            targets = self.targets(piece.interval)
+            self.shared += [(*target, *targets[0], length(piece.interval)) for target in targets[1:]]
+
+    @cached_property
+    def _stages(self) -> list[tuple[int, int, int]]:
+        return self.carry.folds_of(self.process)
+
+    def _can_fill(self, message: Message) -> bool:
+        """Whether all of a message are results that are made here, wanted elsewhere alone, and in no other message."""
+        return message.kind == RESULTS and all(
+            not self.targets(item.interval)
+            and (item.piece, item.number) not in self.slots
+            and self.carry.pieces[item.piece].stages[-1].process == self.process
+            for item in message.items
+        )
+
+    def targets(self, interval: Interval) -> list[tuple[int, int]]:
+        """The hosted sinks that hold the positions, and where in them they begin."""
+        begin, end = interval
+        return [(q, begin - lo) for q, (lo, hi) in enumerate(self.sinks) if lo <= begin and end <= hi]
+
+    def result(self, index: int) -> Place:
+        """Where the result of a piece is put: into the first sink that wants it, the message that it leaves in, or
+        aside."""
+        if index not in self._results:
+            targets = self.targets(self.carry.pieces[index].interval)
+            self._results[index] = Place(*targets[0]) if targets else self.slots.get((index, -1), Place(None, 0))
+        return self._results[index]
+
+    def written(self, index: int, number: int) -> Place:
+        """Where the fold of a piece at a stage writes."""
+        piece = self.carry.pieces[index]
+        if number + 1 < len(piece.stages):
+            return self.slots[index, number]
+        return self.result(index)
+
+    @cached_property
+    def folds(self) -> dict[int, list[Fold]]:
+        folds: dict[int, list[Fold]] = defaultdict(list)
+        for step, index, number in self._stages:
+            fold, here = self._fold(index, number), folds[step]
+            if here and self._only_hosted(fold) and here[-1].goes_on_in(fold):
+                here[-1].interval = here[-1].interval[0], fold.interval[1]
+                here[-1].pieces += fold.pieces
+            else:
+                here.append(fold)
+        return dict(folds)
+
+    def _only_hosted(self, fold: Fold) -> bool:
+        return all(r in self.sources for r in fold.sources)
+
+    def _fold(self, index: int, number: int) -> Fold:
+        piece, plan = self.carry.pieces[index], self.carry.plan
+        stage, ends = piece.stages[number], number + 1 == len(piece.stages)
+        sources, starts = [], []
+        for r in stage.sources:
+            held = intersect(plan.sources[r], piece.interval)
+            if length(held):
+                sources.append(r)
+                starts.append((plan.sources[r][0] if r in self.sources else held[0]) - piece.interval[0])
+        came = self._came[index, number - 1] if number else None
+        carried = stage.carried if ends else 0
+        return Fold(piece.interval, [index], tuple(sources), starts, came, carried, ends, self.written(index, number))
+
+    def accumulators(self, index: int, number: int) -> Place:
+        """Where those that a stage of a piece left have come."""
+        return self._came[index, number]
