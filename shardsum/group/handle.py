@@ -20,8 +20,8 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """A collective under way. ``wait()`` returns its result; on CUDA it only makes the current stream wait.
 
-    On the CPU a large message travels in several steps. A process takes them in ``wait()``, or in its next call of the
-    group: until then, others may wait for it.
+    On the CPU a large message travels in several steps. A process takes them in ``wait()``, or in its next call of any
+    group: until then, others may wait for it. Where several of its threads make calls, a thread of its own takes them.
     """
 
     def __init__(self, finish: Callable[[], T]) -> None:

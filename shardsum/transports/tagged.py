@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import watch
+from . import opened, watch
 from .stamps import Begun, Stamp, Step
 from .store import StoreGone
-from .wire import Wire, as_bytes, open_calls
+from .wire import Wire, as_bytes
 
 _TAGS = (1 << 31) - 1  # the largest tag of gloo's
 #: What the numbers of an exchange and of its call are multiplied by. While both differ by at most 256 between two
@@ -72,7 +72,8 @@ class TaggedWire(Wire):
     def begin(self, stamp: Stamp, call: int, origin: int = 0, beside: bool = True) -> None:
         # It runs once in some hundred microseconds, with cold caches: what counts is how much code and memory it
         # touches. So steps are plain tuples, and the tags' numbers small ints.
-        if self._failed is not None or open_calls:
+        opened.note_caller()
+        if self._failed is not None or opened.calls:
             self.close()
         if origin:
             stamp = stamp.of(origin)
@@ -180,11 +181,13 @@ class TaggedWire(Wire):
     # Why a transfer does not end: see :mod:`.watch`, whose thread calls this
 
     def state(self) -> dict[str, Any]:
-        """The last exchanges of this process, as JSON, and the one it waits in, with the process it waits for."""
+        """The last exchanges of this process, as JSON, the one it waits in, with the process it waits for,
+        and whether several threads of it make calls."""
         waits, steps = self._waits, sorted(step for step in list(self._steps) if step is not None)
         return {
             "steps": [[number, stamp.hash, call, stamp.text] for number, stamp, call in steps],
             "waits": waits and [waits[0], waits[1][0], waits[1][1].text, waits[1][2]],
+            "threads": opened.are_threads_several(),
         }
 
     def look(self) -> None:

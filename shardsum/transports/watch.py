@@ -5,7 +5,8 @@ its last look. Then the process publishes in the store what it is in (its last e
 waits) and reads what the others have published. Two findings are certain:
 
 * Another process has another exchange under the same number on the same wire.
-* Processes wait for each other in a circle, each for one that has not begun the exchange it is awaited in.
+* Processes wait for each other in a circle, each for one that has not begun the exchange it is awaited in (and makes
+  all its calls in one thread).
 
 Whoever finds that closes the connections of the wire, which ends the waits of all its processes.
 
@@ -155,7 +156,8 @@ class Board:
         What another process has published may be old, on a loaded machine by more than two looks. But this one's state
         is not. So the wait for it stands if it has not begun that exchange; whoever waits there cannot have gone on
         since it published, so what is known of it is true as well, and so on around the circle. A wire that a process
-        does not tell of proves nothing: that process may have left the exchange, and the group, long ago.
+        does not tell of proves nothing: that process may have left the exchange, and the group, long ago. Nor does the
+        wait of a process whose calls come from several threads: another one may begin what it is awaited in.
         """
         me = self.ranks[self.rank]
         said: dict[int, dict[str, Any]] = {}
@@ -164,7 +166,7 @@ class Board:
         while process not in said:
             said[process] = self.read(process)
             waiting = [(name, state["waits"]) for name, state in said[process].items() if state["waits"]]
-            if not waiting:
+            if not waiting or any(state["threads"] for state in said[process].values()):
                 self._circle = None
                 return None
             waits.append((process, *waiting[0]))

@@ -9,7 +9,6 @@ paired by tags.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from . import departures
+from . import departures, opened
 from .headers import BYTES, Headers, Received
 from .stamps import Begun, Stamp, Step
 
@@ -62,9 +61,6 @@ def _works(work: Any) -> Sequence[Any]:
     return () if work is None else (work,)
 
 
-#: Calls that were left open, by what their wire moves on: see :meth:`Wire.leave_open`. One at most, but for threads.
-open_calls: dict[Any, Callable[[], Any]] = {}
-_open_calls_lock = threading.Lock()
 #: Why a process group is not used again: a transfer may still stand on it (:meth:`Wire.fail`).
 abandoned_groups: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 #: All wires: one that fails during its transfers fails those of the same process group (:meth:`Wire.fail`).
@@ -217,28 +213,16 @@ class Wire:
         self.traffic.received += size * received
 
     def leave_open(self, finish: Callable[[], Any]) -> None:
-        """Let a call rest before it has started all its transfers; ``finish`` completes it.
-
-        Whoever starts the next exchange on any wire of this process completes it first (:meth:`close`). So one call
-        at most is open, and calls that processes wait for in another order cannot wait for each other. ``finish`` may
-        be called several times, by several threads at once: all return when it is complete.
-        """
-        open_calls[self.group] = finish
+        """Let a call rest before it has started all its transfers; ``finish`` completes it (:mod:`.opened`)."""
+        opened.leave(self.group, finish)
 
     def close(self) -> None:
-        """Complete what was left open on any wire, if anything. RuntimeError after :meth:`fail`."""
+        """Complete what must be complete before the next exchange begins (:mod:`.opened`). RuntimeError after
+        :meth:`fail`."""
         if self._failed is not None:
             raise RuntimeError(f"an earlier call of these processes ended during its transfers: {self._failed}")
-        for group, finish in list(open_calls.items()) if open_calls else ():
-            try:
-                finish()
-            except Exception:  # another group's is its own, and its handle's
-                if group is self.group:
-                    raise
-            finally:
-                with _open_calls_lock:
-                    if open_calls.get(group) is finish:
-                        del open_calls[group]
+        if opened.calls:
+            opened.close(self.group)
 
     def fail(self, error: BaseException) -> None:
         """Refuse all further exchanges: this process has left one before it started all its transfers. Others would

@@ -17,6 +17,7 @@ import shardsum
 from shardsum import ShardGroup
 from shardsum.core import reference
 from shardsum.group import executor
+from shardsum.transports import opened, watch
 from tests.processes import run_processes
 from tests.values import assert_same, random_values
 
@@ -91,6 +92,56 @@ def an_open_call(rank: int, world_size: int) -> None:
 
 def test_two_threads_complete_one_call() -> None:
     run_processes(an_open_call, 2)
+
+
+def opened_in_another_order(rank: int, world_size: int, transport: Any) -> None:
+    """Calls of two groups are open at once, left so in one order by process 0 and in the other by process 1."""
+    groups = [ShardGroup(4, dist.new_group(), transport=transport) for _ in range(2)]
+    both, first = threading.Barrier(2), threading.Event()
+
+    def leave(group: Any, finish: Any) -> None:
+        both.wait(10)  # none was open when these began
+        if group is groups[rank].wire.group:
+            leave_open(group, finish)
+            first.set()
+        else:
+            first.wait(10)
+            leave_open(group, finish)
+
+    def call(group: ShardGroup) -> Any:
+        return group.all_reduce([torch.ones(4)] * 2, [4] * 4, async_op=True)
+
+    leave_open, opened.leave = opened.leave, leave
+    with ThreadPoolExecutor(2) as pool:
+        handles = list(pool.map(call, groups))
+    opened.leave = leave_open
+    in_order = threading.Thread(target=lambda: [handles[rank ^ i].wait() for i in range(2)])
+    in_order.start()
+    in_order.join(15)
+    assert not in_order.is_alive()
+    assert [h.wait().tolist() for h in handles] == [[4.0] * 4] * 2
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "carry"])
+def test_open_calls_of_two_threads_do_not_wait_for_each_other(transport: str) -> None:
+    run_processes(opened_in_another_order, 2, transport, timeout=10)
+
+
+def waits_across(rank: int, world_size: int) -> None:
+    """Each process waits for the other one in one thread, until that one's other thread comes: no circle."""
+    watch.TICK_S = 0.02
+    groups = [ShardGroup(2, dist.new_group(), transport="all_to_all") for _ in range(2)]
+
+    def call(i: int) -> None:
+        if i != rank:
+            time.sleep(1)  # by then each process has looked several times
+        assert groups[i].all_reduce(torch.ones(4), [4, 4]).tolist() == [2.0] * 4
+
+    at_once([lambda i=i: call(i) for i in range(2)])
+
+
+def test_a_wait_of_one_thread_is_not_taken_for_one_of_the_whole_process() -> None:
+    run_processes(waits_across, 2)
 
 
 def test_groups_of_a_lone_process_are_called_from_threads() -> None:

@@ -13,10 +13,11 @@ from shardsum.transports import watch
 from shardsum.transports.store import BoundedStore
 
 
-def state(begun: int, waits_for: int | None = None) -> dict[str, Any]:
+def state(begun: int, waits_for: int | None = None, threads: bool = False) -> dict[str, Any]:
     """Of a wire on which ``begun`` exchanges have begun, the last of which waits for a process."""
     waits = None if waits_for is None else [waits_for, begun, f"exchange {begun}", begun]
-    return {"steps": [[n, 100 + n, n, f"exchange {n}"] for n in range(1, begun + 1)], "waits": waits}
+    steps = [[n, 100 + n, n, f"exchange {n}"] for n in range(1, begun + 1)]
+    return {"steps": steps, "waits": waits, "threads": threads}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,8 @@ def state(begun: int, waits_for: int | None = None) -> dict[str, Any]:
         ({"a": state(3, 1), "b": state(2)}, {"a": state(2), "b": state(2, 0)}, False),
         # the same, and process 0 has dropped the group of b since
         ({"a": state(3, 1)}, {"a": state(2), "b": state(2, 0)}, False),
+        # another thread of process 1 may begin what process 0 waits in
+        ({"a": state(3, 1), "b": state(1)}, {"a": state(2, None, True), "b": state(2, 0, True)}, False),
         # process 1 has not published since it constructed the group of a
         ({"a": state(3, 1), "b": state(1)}, {"b": state(2, 0)}, False),
     ],
