@@ -5,11 +5,12 @@ another order there.
 backward needs them. Messages of a recomputation carry the number of the first call that the region made in its forward
 pass, as those of a backward pass carry the number of the call that they belong to. torch says nothing of this in
 public. Its checkpoint without reentrant autograd is recognised by the innermost hooks for saved tensors, which hold
-what torch keeps of the region. Where that cannot be seen, nothing is said, so nothing is compared: with reentrant
-autograd, where the user's own hooks lie inside the region (on all processes, or on none), in a region inside a region.
+what torch keeps of the region. Where the user's own hooks lie inside the region (on all processes, or on none), nothing
+is said, so nothing is compared; nor in a region inside a region.
 
-*Compiled graphs*, of which autograd has one node each. In its forward the node is the last one that this thread has
-made, in its backward it is the current one.
+*Nodes* of autograd whose forward makes calls: of a compiled graph, and of torch's reentrant checkpoint, which runs
+without gradients. In its forward the node is the last one that this thread has made, in its backward it is the current
+one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import torch.utils.checkpoint
 
 _innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_is_grad_enabled, _current_backward = torch.is_grad_enabled, torch._C._current_graph_task_id
 _Region: Any = getattr(torch.utils.checkpoint, "_CheckpointFrame", ())  # (): no object is an instance
 _MOST_NODES = 1 << 14
 
@@ -37,7 +39,15 @@ class Regions:
     def origin(self, call: int) -> int:
         """What a new call repeats: the number of its region's first call in the forward pass; 0 where it is new."""
         hooks = _innermost_hooks(True)
-        return 0 if hooks is None else self._of_region(call, hooks[0])
+        if hooks is not None:
+            return self._of_region(call, hooks[0])
+        if not _is_grad_enabled():
+            self._note(call)
+        elif self._nodes and _current_backward() != -1:
+            node = torch._C._current_autograd_node()
+            if type(node).__name__ == "CheckpointFunctionBackward":
+                return self._of_node(node)
+        return 0
 
     def _of_region(self, call: int, pack: Any) -> int:
         for cell in getattr(inspect.unwrap(pack), "__closure__", None) or ():
@@ -54,13 +64,21 @@ class Regions:
     def of_operator(self, call: int) -> int:
         """Of a call that a registered operator makes in a node's backward: the number of the first call that was made
         so in the node's forward. Calls in a forward give 0."""
-        if torch._C._current_graph_task_id() != -1:
-            node = torch._C._current_autograd_node()
-            return 0 if node is None else self._nodes.get(node._sequence_nr(), (0, 0))[1]
+        if _current_backward() != -1:
+            return self._of_node(torch._C._current_autograd_node())
+        self._note(call)
+        return 0
+
+    def _of_node(self, node: Any) -> int:
+        return 0 if node is None else self._nodes.get(node._sequence_nr(), (0, 0))[1]
+
+    def _note(self, call: int) -> None:
+        """Note a call in what may be a node's forward."""
+        if _current_backward() != -1:
+            return
         number, thread = torch.autograd._get_sequence_nr() - 1, threading.get_ident()
         if self._nodes.get(number, (0, 0))[0] != thread:  # else a call of that node, or one that needs no gradient
             self._nodes.pop(number, None)
             self._nodes[number] = thread, call
             if len(self._nodes) > _MOST_NODES:
                 del self._nodes[next(iter(self._nodes))]
-        return 0

@@ -33,7 +33,8 @@ class Calls:
         self.exchange_and_back()
         self.gather_and_back()
         self.four(self.other)
-        assert self.regions_in_turn((1, 0)).tolist() == [10.0] * 4
+        for use_reentrant in (False, True):
+            assert self.regions_in_turn((1, 0), use_reentrant).tolist() == [10.0] * 4
         for padded in (False, True) if transport == "gather" else (False,):
             assert self.backward_in_turn((1, 0), padded).tolist() == [10.0] * 4
 
@@ -90,7 +91,7 @@ class Calls:
         for i in order:
             (ys[i] * (i + 1)).backward()
 
-    def regions_in_turn(self, order: tuple[int, int]) -> torch.Tensor:
+    def regions_in_turn(self, order: tuple[int, int], use_reentrant: bool) -> torch.Tensor:
         """Two equal calls that backward makes again, whose own backward moves nothing."""
         x = torch.ones(4, requires_grad=True)
 
@@ -98,7 +99,7 @@ class Calls:
             y = self.group.all_reduce(x, [4, 4])
             return y * y / 4
 
-        ys = [checkpoint(region, x * i, use_reentrant=False) for i in (1, 2)]
+        ys = [checkpoint(region, x * i, use_reentrant=use_reentrant) for i in (1, 2)]
         for i in order:
             (ys[i].sum() * 2).backward()
         assert x.grad is not None
@@ -136,11 +137,14 @@ DIVERGENCES: dict[str, tuple[Callable[[Calls], list[Any]], Callable[[Calls], lis
         lambda c: [lambda: c.compiled_in_turn((1, 0))],
         ("backward of exchange(", ") of call "),
     ),
-    "checkpointed regions run again": (
-        lambda c: [lambda: c.regions_in_turn((0, 1))],
-        lambda c: [lambda: c.regions_in_turn((1, 0))],
-        ("is in all_reduce(", ") of call "),
-    ),
+    **{
+        f"checkpointed regions run again, {text}": (
+            lambda c, use_reentrant=use_reentrant: [lambda: c.regions_in_turn((0, 1), use_reentrant)],
+            lambda c, use_reentrant=use_reentrant: [lambda: c.regions_in_turn((1, 0), use_reentrant)],
+            ("is in all_reduce(", ") of call "),
+        )
+        for text, use_reentrant in (("by hooks", False), ("reentrant", True))
+    },
     "groups in another order": (
         lambda c: [lambda: c.four(c.other), c.four],
         lambda c: [c.four, lambda: c.four(c.other)],
