@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+_is_finalizing = sys.is_finalizing
 
-def refuse_at_exit(is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+
+def refuse_at_exit() -> None:
     """RuntimeError while the interpreter clears its modules (in ``__del__``): a wait there ends the process (SIGABRT).
-    Functions of atexit come before that. (The default argument outlives this module's globals.)"""
-    if is_finalizing():
+    Functions of atexit come before that."""
+    if _is_finalizing():
         raise RuntimeError(
             "Python is ending: no more calls of a ShardGroup; make them before, or in an atexit function"
         )
@@ -55,7 +57,8 @@ class Busy:
         self._abandon, self._process = abandon, _process[0]
 
     def __enter__(self) -> None:
-        refuse_at_exit()
+        if _is_finalizing():
+            refuse_at_exit()
         state = self._lock
         if state is None:
             return
