@@ -29,14 +29,16 @@ Finish = Callable[[], Any]
 calls: dict[Any, Finish] = {}
 _lock = threading.Lock()
 _helpers: set[threading.Thread] = set()
-_caller: int | None = None  # the thread that makes calls; None: nobody yet
+#: The thread that has made the first call; None: nobody yet. Whoever begins an exchange in another one says so
+#: (:func:`note_caller`).
+caller: int | None = None
 _several = False  # threads make calls, or have done so
 
 
 def _forget() -> None:
     """A forked child has none of its parent's calls."""
-    global _lock, _caller, _several
-    _lock, _caller, _several = threading.Lock(), None, False
+    global _lock, caller, _several
+    _lock, caller, _several = threading.Lock(), None, False
     calls.clear()
     _helpers.clear()
 
@@ -57,14 +59,14 @@ def are_threads_several() -> bool:
 
 
 def note_caller() -> None:
-    """To be called by every thread that begins an exchange, before it does."""
-    global _caller, _several
-    if _caller == threading.get_ident() or _several:
+    """To be called by every thread that is not :data:`caller` and begins an exchange, before it does."""
+    global caller, _several
+    if caller == threading.get_ident() or _several:
         return
     with _lock:
-        if _caller is None:
-            _caller = threading.get_ident()
-        elif _caller != threading.get_ident():
+        if caller is None:
+            caller = threading.get_ident()
+        elif caller != threading.get_ident():
             _several = True
             for group, finish in calls.items():
                 _complete_aside(group, finish)

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ class TaggedWire(Wire):
     def begin(self, stamp: Stamp, call: int, origin: int = 0, beside: bool = True) -> None:
         # It runs once in some hundred microseconds, with cold caches: what counts is how much code and memory it
         # touches. So steps are plain tuples, and the tags' numbers small ints.
-        opened.note_caller()
+        if opened.caller != get_ident():
+            opened.note_caller()
         if self._failed is not None or opened.calls:
             self.close()
         if origin:
