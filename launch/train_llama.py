@@ -51,7 +51,7 @@ def make_model(options: argparse.Namespace, group: ShardGroup) -> nn.Module:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = kind(config(**sizes, **heads, tie_word_embeddings=True))
     if options.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     if options.lora:
         model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
     apply_cp(model, group)  # attention "shardsum"

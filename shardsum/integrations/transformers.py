@@ -1,7 +1,7 @@
 """Models of the transformers library on the chunks of packed documents: the attention implementation "shardsum".
 
     model = LlamaForCausalLM(config)                    # any model with transformers' attention interface
-    model.gradient_checkpointing_enable({"use_reentrant": False})   # where wanted, before apply_cp
+    model.activation_checkpointing_enable({"use_reentrant": False})   # where wanted, before apply_cp
     apply_cp(model, group)
     replicas = group.replicas(model)                    # or DDP or FSDP2, with one virtual rank a process
 
