@@ -55,12 +55,13 @@ class Explanation:
             lines.append(self.domains.describe())
             if r.load is not None:
                 lines[-1] += f"; bytes inside them {r.load.inside}, between them {r.load.between}"
-        hosts = f"each process hosts {self.virtual_ranks_per_process:g} virtual ranks"
+        hosts = f"each process hosts {self.virtual_ranks_per_process:g} virtual rank"
+        hosts += "s" * (self.virtual_ranks_per_process != 1)
         if r.carry is not None:
             lines.append(
                 f"{hosts}; a run of ranks sends one unrounded accumulator an element, in the order of the ranks"
             )
-        else:
+        elif r.transport != "local":
             lines.append(
                 f"{hosts} and sends that many rows an element "
                 "(nothing is summed before it travels: the order of additions is the ranks')"

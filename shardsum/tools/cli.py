@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return run(arguments[1:])
         parser = build_parser()
+        if not arguments:
+            raise ValueError(f"name a command: {', '.join(_COMMANDS)} or bench; shardsum --help says what each does")
         parsed = parser.parse_args(arguments)
         _check_sections(parsed[parsed.subcommand])
         options = parser.instantiate(parsed)
@@ -123,8 +125,9 @@ def build_parser() -> ArgumentParser:
 
     commands.add_subcommand("bench", make_parser(), help="Measure sums and collectives against named baselines.")
     build = make_parser(
-        "Builds the native library now instead of at its first use, and prints where it is. With nvcc, CUDA kernels "
-        "are built too, which takes minutes.",
+        "Builds the native library now instead of at its first use, and prints where it is. Where torch has CUDA and "
+        "nvcc is found, it builds CUDA kernels for the GPUs of this machine, too, which takes minutes. "
+        "SHARDSUM_CUDA_ARCHS names others.",
         "shardsum build",
     )
     commands.add_subcommand("build", build, help="Build the native library ahead of its first use.")

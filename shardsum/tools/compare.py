@@ -37,7 +37,8 @@ class CompareConfig:
     size: int = 20
     """How many positions the sum has, S_MAX."""
     lengths: list[int] | None = None
-    """How many positions of each virtual rank are valid: R numbers. By default they are uneven, from 0 to size."""
+    """How many positions of each virtual rank are valid: R numbers, as [3,6,0,1]. By default they are uneven, from 0 to
+    size."""
     features: int = 96
     """How many features a position of the random shards has."""
     seed: int = 0

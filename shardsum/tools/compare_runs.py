@@ -69,9 +69,10 @@ def _compare_traces(folders: tuple[Path, Path], ends: tuple[dict[str, Tensor], d
     print(f"first difference: step {step}, in {', '.join(names[:_MOST_NAMED])}{more}")
     if any(tensors["losses"].shape[0] != step for tensors in ends):
         print("to see the elements, end both runs at that step and compare those:")
-        for folder in folders:
-            ended = f"--folder {folder}-step{step} --train.steps {step}"
-            print(f"  shardsum train --config {folder}/config.yaml {ended} --trace")
+        ends_there = [f"{folder}-step{step}" for folder in folders]
+        for folder, ended in zip(folders, ends_there):
+            print(f"  shardsum train --config {folder}/config.yaml --folder {ended} --train.steps {step} --trace")
+        print(f"  shardsum compare --runs {' '.join(ends_there)}")
         return False
     values = [_values(folder, tensors, step) for folder, tensors in zip(folders, ends)]
     known = [name for name in names if all(name in tensors for tensors in values)]

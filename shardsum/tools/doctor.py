@@ -63,6 +63,8 @@ def run(device: str = "cpu", as_json: bool = False, timeout: float = 60.0) -> in
         report.fact("native", _one_line(status.reason))
     for trial in _trials(report, device, timeout):
         report.trial(trial)
+    if device == "cuda" and not torch.cuda.is_available():
+        return report.end("not ok: device: cuda, but torch finds no CUDA device")
     return report.end(_verdict(status))
 
 

@@ -124,6 +124,8 @@ def _own_device(device: str) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     local_rank, available = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if available == 0:
+        raise ValueError("device: cuda, but torch finds no CUDA device; shardsum doctor says what torch has")
     if local_rank >= available:
         raise ValueError(
             f"device: LOCAL_RANK {local_rank} needs a GPU of its own, but this machine has {available}; "

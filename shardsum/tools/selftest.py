@@ -37,7 +37,7 @@ class Trial:
 
     def line(self) -> str:
         verdict = {True: "the same bits", False: "FAILED", None: "does not run here"}[self.ok]
-        return f"{self.name:<34} {verdict}{': ' * bool(self.detail)}{' '.join(self.detail.split())}"
+        return f"{self.name:<36} {verdict}{': ' * bool(self.detail)}{' '.join(self.detail.split())}"
 
 
 def alone(device: str, timeout: float) -> Iterator[Trial]:

@@ -235,7 +235,8 @@ def test_explain_names_transport_bytes_and_factor() -> None:
         return str(large)
 
     for text in run_processes(explain, 2):
-        assert "all_to_all" in text and "4 virtual ranks" in text and "bytes" in text
+        assert "all_to_all" in text and "4 virtual ranks and sends that many rows" in text and "bytes" in text
+    assert "rows" not in str(ShardGroup(8).explain([1] * 8)).splitlines()[-1]  # one process sends none
 
 
 def test_base_case_in_emulation() -> None:

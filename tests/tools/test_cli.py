@@ -113,7 +113,7 @@ def test_shipped_configs_state_every_field_and_differ_from_the_defaults_in_place
         (["compare", "--lengths", "[1, 2, 21, 4]"], "virtual rank 2"),
         (["compare", "--runs", "a", "b"], NAME),
         (["dance"], "dance"),
-        ([], "doctor"),
+        ([], "name a command: doctor, train, compare, plan, build or bench; shardsum --help"),
     ],
 )
 def test_a_wrong_command_is_one_line_and_exit_code_2(
@@ -126,6 +126,14 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     assert named in refuse(capsys, *arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["compare", "train"])
+def test_a_machine_without_a_gpu_is_not_told_to_start_fewer_processes(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "device: cuda, but torch finds no CUDA device" in refuse(capsys, command, "--device", "cuda")
 
 
 def test_an_unknown_key_of_a_file_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

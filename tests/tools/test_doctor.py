@@ -60,6 +60,13 @@ def test_says_why_when_a_path_is_forced(backend: str, code: int, last: str) -> N
     assert results[0][1].splitlines()[-1].startswith(last)
 
 
+def test_a_gpu_that_was_asked_for_and_is_not_there_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out = captured(["doctor", "--device", "cuda"])
+    assert code == 1
+    assert out.splitlines()[-1] == "not ok: device: cuda, but torch finds no CUDA device"
+
+
 def _doctor(rank: int, world_size: int, backend: str) -> tuple[int, str]:
     from shardsum.native import loader as native
 
@@ -108,9 +115,9 @@ def _together(rank: int, world_size: int, fault: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("fault", "line"),
     [
-        ("none", "6 pairs of 4 processes             the same bits"),
-        ("bytes", "processes 1 and 2                  FAILED: process 2: 4096 of 4096 bytes came wrong"),
-        ("bits", "gather                             FAILED: process 2: other bits, tensor["),
+        ("none", "6 pairs of 4 processes               the same bits"),
+        ("bytes", "processes 1 and 2                    FAILED: process 2: 4096 of 4096 bytes came wrong"),
+        ("bits", "gather                               FAILED: process 2: other bits, tensor["),
     ],
 )
 def test_processes_name_the_pair_and_the_process_that_fail(fault: str, line: str) -> None:

@@ -106,7 +106,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One run of ``shardsum train``."""
+    """One run of shardsum train."""
 
     group: GroupConfig = field(default_factory=GroupConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
