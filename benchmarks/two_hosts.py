@@ -7,7 +7,8 @@ Run on two emulated hosts (benchmarks/two_hosts.sh), or on whatever hosts the la
 the GPUs of one host are declared hosts, --members of them each, and NCCL's ring takes the place of gloo's. Bits are
 compared with the definition before anything is timed. The ways of a case are called in turns, so that all meet the same
 machine; times are medians over the slowest process of each call, on GPUs until they have done it. "graph" is the time
-of a call among many in one CUDA graph. Bytes are what the kernel counted on the link's device, both ways, with all
+of a call among many in one CUDA graph, which is what is predicted on GPUs, and "host" what the host takes to enqueue an
+eager call among many. Bytes are what the kernel counted on the link's device, both ways, with all
 headers; on GPUs what was handed to NCCL, without. The constants of the cost model are measured first, so the predicted
 times are those of this link (--costs: from a file). "auto" is marked: it is one of the others, on GPUs what would be
 taken without peer memory between the hosts. At the end comes how far predictions are off.
@@ -33,7 +34,7 @@ from shardsum.core import bits, reference
 from shardsum.core.layout import intervals_of, split_evenly
 from shardsum.group.routes import best_of
 from shardsum.tools.bench.calibrate import calibrate
-from shardsum.tools.bench.timing import Processes, sampler, turns
+from shardsum.tools.bench.timing import Processes, host_seconds, sampler, turns
 from shardsum.transports import costs
 from shardsum.transports.domains import host
 
@@ -85,6 +86,11 @@ def in_graphs(
         sample()
         check(name, sample.output)
     return {name: round(timing.median * 1e3, 4) for name, timing in turns(ready, repeat).items()}
+
+
+def predicted_of(row: dict) -> float:
+    """The milliseconds that a prediction is about."""
+    return row.get("graph_ms", row["ms"])
 
 
 def hosts(device: str, members: int) -> list[str]:
@@ -162,7 +168,8 @@ class Bench:
         if self.device == "cuda":
             auto = best_of(routes).transport
             for way, ms in self.graphs(label, ways, groups, wanted).items():
-                found[way]["graph_ms"] = ms
+                busy = host_seconds([ways[way]], Processes(self.side), ms / 1e3)
+                found[way] |= {"graph_ms": ms, "host_ms": round(busy * 1e3, 4)}
         else:
             auto = ShardGroup(ranks, **setting).explain(
                 lengths, size=size, collective=name, row_shape=(args.width,), dtype=torch.bfloat16
@@ -191,10 +198,12 @@ class Bench:
     def add(self, row: dict) -> None:
         self.rows.append(row)
         if dist.get_rank() == 0:
-            graph = f", in a graph {row['graph_ms']:8.3f}" if "graph_ms" in row else ""
+            graph = ""
+            if "graph_ms" in row:
+                graph = f", in a graph {row['graph_ms']:8.3f}, host {row['host_ms']:6.3f}"
             predicted = ""
             if "predicted_ms" in row:
-                off = 100 * (row["predicted_ms"] / row["ms"] - 1)
+                off = 100 * (row["predicted_ms"] / predicted_of(row) - 1)
                 predicted = f", predicted {row['predicted_ms']:.3f} ({off:+.0f} %){', auto' * row['auto']}"
             print(
                 f"{row['collective']:15} {row['profile']:7} R={row['ranks']:<3} {row['size']:6} {row['variant']:20} "
@@ -209,11 +218,12 @@ class Bench:
         off = {way: 0.0 for way in dict.fromkeys(row["variant"] for row in predicted)}
         best: dict[tuple, float] = {}
         for row in predicted:
-            off[row["variant"]] = max(off[row["variant"]], abs(row["predicted_ms"] / row["ms"] - 1))
+            took = predicted_of(row)
+            off[row["variant"]] = max(off[row["variant"]], abs(row["predicted_ms"] / took - 1))
             case = row["collective"], row["profile"], row["ranks"], row["size"]
-            best[case] = min(best.get(case, row["ms"]), row["ms"])
+            best[case] = min(best.get(case, took), took)
         behind = [
-            row["ms"] / best[row["collective"], row["profile"], row["ranks"], row["size"]] - 1
+            predicted_of(row) / best[row["collective"], row["profile"], row["ranks"], row["size"]] - 1
             for row in predicted if row["auto"]
         ]  # fmt: skip
         return {way: round(value, 3) for way, value in off.items()} | {"auto is behind": round(max(behind), 3)}
@@ -254,7 +264,8 @@ def main() -> None:
                 "cpu_count": os.cpu_count(), "costs": vars(bench.constants), "off": summary,
             }  # fmt: skip
             if args.device == "cuda":
-                flags = f"--device cuda --members {args.members} --size {' '.join(map(str, args.size))}"
+                members = f" --members {args.members}" * (args.members > 1)
+                flags = f"--device cuda{members} --size {' '.join(map(str, args.size))}"
                 setup["command"] = f"torchrun --nproc-per-node={setup['processes']} benchmarks/two_hosts.py {flags}"
                 setup["gpu"] = torch.cuda.get_device_name()
             Path(args.json).write_text(json.dumps({"setup": setup, "rows": bench.rows}, indent=1) + "\n")

@@ -23,6 +23,7 @@ from ..transports.carry_items import KINDS
 from ..transports.carry_plan import CarryPlan
 from ..transports.costs import Costs, Load
 from ..transports.domains import Domains
+from ..transports.launches import of_rows
 from ..transports.peer.peers import Peers
 from .terms import Reduce, Terms
 
@@ -151,6 +152,7 @@ class Router:
         everywhere = len(set(plan.sinks)) == 1 and plan.sink_owners == tuple(range(self.world_size))
         two_shot = name == "all_to_all" and reduce.op != "copy" and everywhere and length(plan.sinks[0]) > 0
         read = sum(length(i) for i in plan.sources) * in_bytes
+        second: list[tuple[int, int, int]] = []  # the sums of a two-shot, in bytes
         if two_shot:
             chunks = max(1, -(-length(plan.sinks[0]) * in_bytes // CHUNK_BYTES))
             part = rows_per_chunk(plan, chunks) // self.world_size * chunks
@@ -159,13 +161,21 @@ class Router:
             shared = (
                 share.transfers(self.domains, part) if by_domain else all_gather_transfers(self.world_size, part, ring)
             )
-            scaled = chain(((a, b, n * in_bytes) for a, b, n in rows), ((a, b, n * out_bytes) for a, b, n in shared))
-            load = Load.of(scaled, self.domains)
+            first = [(a, b, n * in_bytes) for a, b, n in rows]
+            second = [(a, b, n * out_bytes) for a, b, n in shared]
+            load = Load.of([*first, *second], self.domains)
             time = costs.flat_us((2 + by_domain) * chunks, load, read // self.world_size)
         else:
-            load = Load.of(((a, b, n * in_bytes) for a, b, n in transport.transfers(plan, ring)), self.domains)
+            first = [(a, b, n * in_bytes) for a, b, n in transport.transfers(plan, ring)]
+            load = Load.of(first, self.domains)
             chunks = 1 if name == "gather" else max(1, -(-max(*load.egress, *load.ingress) // CHUNK_BYTES))
             time = costs.flat_us(chunks, load, read)
+        if costs.launch_us is not None:
+            gathered = name == "gather"
+            summed = two_shot_chunks(plan, 1)[0] if two_shot else plan
+            work = of_rows(summed, gathered, chunks, in_bytes, out_bytes, reduce.op == "copy", two_shot)
+            moved, sums = Load.of(first, self.domains), Load.of(second, self.domains) if second else None
+            time = costs.gpu_us(chunks, None if gathered else moved, moved if gathered else sums, work)
         reason = f'transport="{name}" was asked for'
         return Route(name, two_shot, chunks, load.egress, load.ingress, reason, load, time)
 

@@ -15,7 +15,8 @@ all_reduce        their sum on every process
 reduce_scatter    their sum, each virtual rank receiving an even part
 gather            what each needs of the parts: the gradient of reduce_scatter, or keys and values
 
-Peer memory inside a host is not modelled: there, NCCL's constants hold.
+Times are those of the device: a training step enqueues its calls ahead. What the host takes to enqueue a call is
+printed where the cost file has it. Peer memory inside a host is not modelled: there, NCCL's constants hold.
 """
 
 from __future__ import annotations
@@ -199,6 +200,10 @@ def run(config: PlanConfig, console: Console | None = None) -> int:
     calls = ", ".join(f"{n} x {name}" for name, n in config.step.items())
     for hosts, us in steps.items():
         console.print(f"a step on {hosts} host{'s' * (hosts > 1)} ({calls}): {us / 1e3:.4g} ms")
+    enqueue = cost_tables.load(config.costs)[config.device].enqueue_us
+    if enqueue is not None:
+        calls_us = enqueue * sum(config.step.values())
+        console.print(f"the host enqueues a call in about {enqueue:.3g} us, those of a step in {calls_us / 1e3:.4g} ms")
     if config.json is not None:
         setup = {
             name: getattr(config, name) for name in PlanConfig.__dataclass_fields__ if name not in ("json", "plot")

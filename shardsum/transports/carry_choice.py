@@ -6,6 +6,9 @@ busiest link, or the busiest process that receives rows and folds, or the CPUs t
 is the sum over its steps, and
 
     latency between domains x steps of one chunk + latency inside x C
+
+On GPUs (``launch_us``) each step's transfers are one batch, beside which the folds of the step before run; kernels take
+time beyond what they read and write, and steps in which nothing travels have no latency.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..core.layout import ExchangePlan, length
-from .carry_items import KINDS
 from .carry_plan import CarryPlan
+from .carry_work import folded_bytes, kernels
 from .costs import Costs, Load
 from .domains import Domains
 
@@ -75,10 +78,13 @@ def choose(
 
 def _predict(plan: CarryPlan, domains: Domains, costs: Costs, sizes: Mapping[str, int], alone: bool) -> Choice:
     load = Load.of(((a, b, n * sizes[k]) for (k, a, b), n in plan.traffic.items()), domains)
-    steps = _Steps(plan, domains, sizes)
+    steps = _Steps(plan, domains, sizes, costs.launch_us is not None)
     latency = costs.latency(load)
 
     def time(chunks: int) -> float:
+        if costs.launch_us is not None:
+            batch = latency if costs.batch_latency_us is None else costs.batch_latency_us
+            return steps.microseconds_of_gpus(costs, chunks, batch)
         return steps.microseconds(costs, chunks) + latency * (len(steps.loads) - 1) + costs.latency_us * chunks
 
     most = max((length(piece.interval) for piece in plan.pieces), default=1)
@@ -96,8 +102,9 @@ class _Steps:
         loads: what travels, of every step.
     """
 
-    def __init__(self, plan: CarryPlan, domains: Domains, sizes: Mapping[str, int]) -> None:
-        folded = _folded_bytes(plan, sizes)
+    def __init__(self, plan: CarryPlan, domains: Domains, sizes: Mapping[str, int], on_gpus: bool) -> None:
+        folded = folded_bytes(plan, sizes)
+        launches, copied = kernels(plan, sizes) if on_gpus else ({}, {})
         last = max((*(step for step, *_ in plan.traffic_by_step), *folded), default=0)
         moved: list[list[tuple[int, int, int]]] = [[] for _ in range(last + 1)]
         for (step, kind, a, b), n in plan.traffic_by_step.items():
@@ -109,18 +116,45 @@ class _Steps:
             name: torch.tensor(rows, dtype=torch.int64, device="cpu").cumsum(0)
             for name, rows in {
                 "folded": [none, *(folded.get(step, none) for step in range(last + 1))],
+                "copied": [none, *(copied.get(step, none) for step in range(last + 1))],
+                "launches": [none, *(launches.get(step, none) for step in range(last + 1))],
                 **{f: [[0] * len(getattr(self.loads[0], f)), *(getattr(x, f) for x in self.loads)] for f in _FIELDS},
             }.items()
         }
 
+    def _windows(self, chunks: int) -> tuple[Tensor, Tensor]:
+        """Of every step of so many chunks: the steps of one chunk that come together in it, ``[begin, end)``."""
+        end = torch.arange(1, len(self.loads) + chunks)
+        return (end - chunks).clamp(min=0), end.clamp(max=len(self.loads))
+
+    def _sums(self, name: str, chunks: int) -> Tensor:
+        begin, end = self._windows(chunks)
+        return self._before[name][end] - self._before[name][begin]
+
+    def microseconds_of_gpus(self, costs: Costs, chunks: int, latency: float) -> float:
+        """The time of all steps of so many chunks."""
+        ways = [
+            (costs.wire_gbps, "inside_out", "inside_in"),
+            (costs.between_gbps or costs.wire_gbps, "between_out", "between_in"),
+            *([(costs.domain_gbps, "domain_out", "domain_in")] if costs.domain_gbps else []),
+        ]
+        moved = [self._sums(name, chunks).amax(1) / (gbps * 1e3) for gbps, *names in ways for name in names]
+        if costs.exchange_gbps:
+            sides = [self._sums(name, chunks) for name in ("inside_out", "inside_in", "between_out", "between_in")]
+            moved.append(torch.stack(sides).sum(0).amax(1) / (costs.exchange_gbps * 1e3))
+        wire = torch.stack(moved).amax(0) / chunks
+        wire += latency * (wire > 0)
+        touched = self._sums("folded", chunks) + self._sums("copied", chunks)
+        launch = costs.launch_us or 0.0
+        fold = (touched / (costs.memory_gbps * 1e3 * chunks) + self._sums("launches", chunks) * launch).amax(1)
+        beside = torch.cat([wire[1:], wire.new_zeros(1)]).maximum(fold)
+        return launch + float(wire[0]) + sum(beside.tolist())
+
     def microseconds(self, costs: Costs, chunks: int) -> float:
         """The time of all steps of so many chunks, without latency."""
-        end = torch.arange(1, len(self.loads) + chunks)
-        begin = (end - chunks).clamp(min=0)
-        end = end.clamp(max=len(self.loads))
 
         def most(name: str, gbps: float) -> Tensor:
-            return ((self._before[name][end] - self._before[name][begin]) / (gbps * 1e3)).amax(1)
+            return (self._sums(name, chunks) / (gbps * 1e3)).amax(1)
 
         def busiest(gbps: float, *names: str) -> Tensor:
             return torch.stack([most(name, gbps) for name in names]).amax(0)
@@ -135,20 +169,3 @@ class _Steps:
         if costs.host_gbps:
             ways.append(most("host_out", costs.host_gbps) + fold)
         return sum(torch.stack(ways).amax(0).tolist()) / chunks
-
-
-def _folded_bytes(plan: CarryPlan, sizes: Mapping[str, int]) -> dict[int, list[int]]:
-    """Bytes that folds read and write, by step and process."""
-    moved: dict[int, list[int]] = {}
-    row, acc, result = (sizes[kind] for kind in KINDS)
-    for piece in plan.pieces:
-        n = length(piece.interval)
-        for s, stage in enumerate(piece.stages):
-            rows = sum(
-                max(0, min(end, piece.interval[1]) - max(begin, piece.interval[0]))
-                for begin, end in map(plan.plan.sources.__getitem__, stage.sources)
-            )
-            ends = acc * (s > 0) + (acc if s + 1 < len(piece.stages) else result)
-            here = moved.setdefault(piece.chunk + plan.lag * s, [0] * plan.plan.world_size)
-            here[stage.process] += rows * row + n * ends
-    return moved

@@ -55,7 +55,8 @@ class Fold:
     Attributes:
         interval: its positions: of one piece, or of several side by side.
         pieces: them.
-        sources, starts: the rows, hosted ones and such that have come, and where they begin in the interval.
+        run: sources of the stage.
+        sources, starts: those that hold any of it, hosted or come, and where their rows begin in the interval.
         came: the accumulators to go on from; None at the first stage.
         carried: as in :class:`.carry_items.Stage`.
         ends: whether the sums are complete then.
@@ -64,7 +65,8 @@ class Fold:
 
     interval: Interval
     pieces: list[int]
-    sources: tuple[int, ...]
+    run: tuple[int, ...]
+    sources: list[int]
     starts: list[int]
     came: Place | None
     carried: int
@@ -77,7 +79,7 @@ class Fold:
         places = [(self.to, other.to), (self.came, other.came)]
         return (
             self.interval[1] == other.interval[0]
-            and (self.sources, self.carried, self.ends) == (other.sources, other.carried, other.ends)
+            and (self.run, self.carried, self.ends) == (other.run, other.carried, other.ends)
             and all(a == b is None or (a and b and _follows(a, b, n)) for a, b in places)
         )
 
@@ -173,28 +175,34 @@ class Schedule:
         folds: dict[int, list[Fold]] = defaultdict(list)
         for step, index, number in self._stages:
             fold, here = self._fold(index, number), folds[step]
-            if here and self._only_hosted(fold) and here[-1].goes_on_in(fold):
+            if here and here[-1].goes_on_in(fold) and self._hosts_rows(here[-1]) and self._hosts_rows(fold):
                 here[-1].interval = here[-1].interval[0], fold.interval[1]
                 here[-1].pieces += fold.pieces
             else:
                 here.append(fold)
+        for several in folds.values():
+            for fold in several:
+                self._place_rows(fold)
         return dict(folds)
 
-    def _only_hosted(self, fold: Fold) -> bool:
-        return all(r in self.sources for r in fold.sources)
-
     def _fold(self, index: int, number: int) -> Fold:
-        piece, plan = self.carry.pieces[index], self.carry.plan
+        piece = self.carry.pieces[index]
         stage, ends = piece.stages[number], number + 1 == len(piece.stages)
-        sources, starts = [], []
-        for r in stage.sources:
-            held = intersect(plan.sources[r], piece.interval)
-            if length(held):
-                sources.append(r)
-                starts.append((plan.sources[r][0] if r in self.sources else held[0]) - piece.interval[0])
         came = self._came[index, number - 1] if number else None
         carried = stage.carried if ends else 0
-        return Fold(piece.interval, [index], tuple(sources), starts, came, carried, ends, self.written(index, number))
+        return Fold(piece.interval, [index], stage.sources, [], [], came, carried, ends, self.written(index, number))
+
+    def _hosts_rows(self, fold: Fold) -> bool:
+        others = [r for r in fold.run if r not in self.sources]
+        return not any(length(intersect(self.carry.plan.sources[r], fold.interval)) for r in others)
+
+    def _place_rows(self, fold: Fold) -> None:
+        for r in fold.run:
+            held = intersect(self.carry.plan.sources[r], fold.interval)
+            if length(held):
+                fold.sources.append(r)
+                begin = self.carry.plan.sources[r][0] if r in self.sources else held[0]
+                fold.starts.append(begin - fold.interval[0])
 
     def accumulators(self, index: int, number: int) -> Place:
         """Where those that a stage of a piece left have come."""

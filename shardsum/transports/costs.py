@@ -2,6 +2,10 @@
 
     time = collectives x latency + bytes on the busiest link / its bandwidth + bytes read by the sum / memory
 
+On GPUs the sum is not all: rows are packed, and every kernel takes time (:mod:`.launches`). There, times are those of
+the device, as of calls in a CUDA graph: a training step enqueues its calls ahead. What the host takes to enqueue one
+(``enqueue_us``) is no part of a prediction; where it is more, and nothing is enqueued ahead, it is what a call takes.
+
 There are two kinds of links: those inside a domain (a host) and those between domains. Of the latter a process has its
 share, and all processes of a domain together may have less than the sum (one network card for all). Without constants
 of links between domains those inside hold for all. Where two transports take the same time, the one that moves fewer
@@ -15,11 +19,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .domains import Domains
+from .launches import Work
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,11 @@ class Costs:
     ``between_gbps`` is what one process alone gets to other domains, ``domain_gbps`` what all of a domain get together.
     ``host_gbps`` is what all processes of a machine together send over any link, where its CPUs move the bytes. None:
     as inside, and no common limits.
+
+    Of GPUs: ``launch_us`` is what one of several small kernels in a row takes (None: there are no kernels),
+    ``gather_latency_us`` and ``gather_gbps`` are of an all_gather, ``exchange_gbps`` what a process sends and receives
+    together in point-to-point transfers, ``batch_latency_us`` of a batch of them on a stream of their own,
+    ``enqueue_us`` the host's time of a call where it only enqueues. None: as of other collectives, and no limit.
     """
 
     latency_us: float
@@ -96,6 +106,12 @@ class Costs:
     between_gbps: float | None = None
     domain_gbps: float | None = None
     host_gbps: float | None = None
+    launch_us: float | None = None
+    gather_latency_us: float | None = None
+    gather_gbps: float | None = None
+    exchange_gbps: float | None = None
+    batch_latency_us: float | None = None
+    enqueue_us: float | None = None
 
     def latency(self, load: Load) -> float:
         """Of one step of such a call."""
@@ -115,10 +131,33 @@ class Costs:
         """How long the CPUs of the busiest machine move bytes."""
         return max(load.host_out) / self.host_gbps / 1e3 if self.host_gbps else 0.0
 
+    def wire_us(self, load: Load) -> float:
+        """How long the busiest link takes."""
+        return max(self.inside_us(load), self.between_us(load), self.host_us(load))
+
+    def exchange_us(self, load: Load) -> float:
+        """The same of point-to-point transfers on GPUs, which copy what they send and what they receive."""
+        together = max(map(sum, zip(load.egress, load.ingress)))
+        return max(self.wire_us(load), together / self.exchange_gbps / 1e3 if self.exchange_gbps else 0.0)
+
+    def gather_us(self, load: Load) -> float:
+        """The same of an all_gather on GPUs."""
+        return max(self.wire_us(load), max(load.egress) / self.gather_gbps / 1e3 if self.gather_gbps else 0.0)
+
     def flat_us(self, collectives: int, load: Load, memory_bytes: int) -> float:
         """The model's time for collectives that move ``load`` and a sum that reads ``memory_bytes``."""
-        wire = max(self.inside_us(load), self.between_us(load), self.host_us(load))
-        return self.latency(load) * collectives + wire + memory_bytes / self.memory_gbps / 1e3
+        return self.latency(load) * collectives + self.wire_us(load) + memory_bytes / self.memory_gbps / 1e3
+
+    def gpu_us(self, chunks: int, exchanged: Load | None, gathered: Load | None, work: Sequence[Work]) -> float:
+        """The model's time on GPUs: in each chunk an all_to_all that moves a part of ``exchanged``, then an all_gather
+        that moves one of ``gathered``, and what kernels do beside."""
+        time = sum(each.microseconds(self.launch_us or 0.0, self.memory_gbps) for each in work)
+        if exchanged is not None:
+            time += chunks * self.latency(exchanged) + self.exchange_us(exchanged)
+        if gathered is not None:
+            latency = self.latency(gathered) if self.gather_latency_us is None else self.gather_latency_us
+            time += chunks * latency + self.gather_us(gathered)
+        return time
 
 
 #: Inside: gloo over loopback, four processes on two cores, which move 2.4 GB/s in all; NCCL 2.28, two H200 (NV18).
@@ -126,7 +165,7 @@ class Costs:
 #: nine tenths of their rates.
 DEFAULT: Mapping[str, Costs] = {
     "cpu": Costs(1200.0, 0.6, 10.0, 1200.0, 1.1, 1.1, 2.4),
-    "cuda": Costs(9.0, 230.0, 4000.0, 30.0, 45.0),
+    "cuda": Costs(9.0, 230.0, 4000.0, 30.0, 45.0, launch_us=1.3),
 }
 
 

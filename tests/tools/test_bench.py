@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +220,26 @@ def test_both_kinds_of_links_are_calibrated() -> None:
     assert found[0] == found[1] == found[2]
     values = [found[0].between_latency_us, found[0].between_gbps, found[0].domain_gbps, found[0].wire_gbps]
     assert all(value is not None and value > 0 for value in values)
+
+
+def calibrated_as_gpus(rank: int, world: int, domains: list[str]) -> costs.Costs:
+    from shardsum.tools.bench import calibrate
+
+    calibrate._WIRE_BYTES["cuda"] = 1 << 16
+    calibrate.host_seconds = lambda calls, together, seconds: together.slowest(float(rank))
+    group = ShardGroup(domains=domains)
+    return calibrate._of_gpus(group, group.wire, 1.0, 2)
+
+
+@pytest.mark.parametrize("domains", [["a", "a", "b"], ["a", "b", "c"], ["a", "a", "a"]])
+def test_the_transfers_that_are_timed_on_gpus(domains: list[str]) -> None:
+    """Over gloo, whose processes would wait for each other for ever if they did not all make the same ones."""
+    found = run_processes(calibrated_as_gpus, 3, domains)
+    assert found[0] == found[1] == found[2] and found[0].enqueue_us == 2e6
+    measured = {name for name, value in vars(found[0]).items() if value is not None}
+    between = {"between_latency_us", "between_gbps", "domain_gbps"}
+    names = {field.name for field in fields(costs.Costs)} - {"host_gbps"}
+    assert measured == names - (between if len(set(domains)) == 1 else set())
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------

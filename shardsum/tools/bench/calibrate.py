@@ -9,17 +9,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...local.functional import ragged_sum
 from ...training.shard_group import ShardGroup
-from ...transports import Wire
+from ...transports import Wire, stamp
 from ...transports.costs import Costs
 from ...transports.domains import Domains
+from .timing import Processes, host_seconds, sampler, turns
 
-_WIRE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}  # of one process
+_WIRE_BYTES = {"cpu": 8 << 20, "cuda": 16 << 20}  # of one process
 _ROW_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}  # of each of four rows
 
 
@@ -27,7 +30,8 @@ def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
     """Latency of a small transfer, bandwidth of large ones, rate of a local sum. Collective.
 
     Where there are several domains: inside them every process sends to the next one; between them member i of each
-    sends to member i of the next domain, first all at once, then the first ones alone.
+    sends to member i of the next domain, first all at once, then the first ones alone. On GPUs all but ``enqueue_us``
+    are times of the device, in CUDA graphs, and bandwidths are measured one way and both ways.
 
     Returns:
         The same constants on every process: those of the slowest. With one process the wire's are 0 and 1e9.
@@ -40,6 +44,8 @@ def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
     wire = group.wire
     if wire is None:
         return Costs(0.0, 1e9, _three_digits(memory))
+    if device.type == "cuda":
+        return _of_gpus(group, wire, _three_digits(memory), repeat)
     if domains.count == 1:
         latency = _slowest(group, lambda: _small(wire, device), 5 * repeat)
         each = _WIRE_BYTES[device.type] // wire.world_size
@@ -63,10 +69,85 @@ def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
         inside = gbps(neighbours, size)
     members = max(map(len, domains.members))
     constants = [inside_latency * 1e6, inside, memory, latency * 1e6, own, shared * members]
-    if device.type == "cpu":
-        # What a machine's processes get when all send at once, over whatever link lets more through.
-        constants.append(max(inside, shared) * max(map(domains.machine_of.count, domains.machine_of)))
+    # What a machine's processes get when all send at once, over whatever link lets more through.
+    constants.append(max(inside, shared) * max(map(domains.machine_of.count, domains.machine_of)))
     return Costs(*map(_three_digits, constants))
+
+
+def _of_gpus(group: ShardGroup, wire: Wire, memory: float, repeat: int) -> Costs:
+    device, domains, world = group.device, group.domains, wire.world_size
+    word, around = torch.zeros(2, dtype=torch.int64, device=device), {p: (p + 1) % world for p in range(world)}
+
+    def seconds(start: Callable[[], Any]) -> float:
+        def call() -> None:
+            wire.begin(stamp("calibrate", {}), 0, beside=False)
+            wire.wait(start(), device)
+
+        return _slowest(group, call, repeat)
+
+    def move(partners: dict[int, int], size: int) -> float:
+        receives, sends = _splits(wire, partners, size)
+        data, received = _bytes(sum(sends), device), _bytes(sum(receives), device)
+        return seconds(lambda: wire.all_to_all(received, data, receives, sends))
+
+    def gather(size: int) -> float:
+        mine, everyone = _bytes(size, device), _bytes(size * world, device)
+        return seconds(lambda: wire.all_gather(everyone, mine)) - launch
+
+    def batch(size: int) -> float:
+        mine, theirs = _bytes(size, device), _bytes(size, device)
+        sends, receives = [(mine, around[wire.rank], 0)], [(theirs, (wire.rank - 1) % world, 0)]
+        return seconds(lambda: wire.batch(sends, receives)[0]) - launch
+
+    def rate(time: float, latency: float, size: int) -> float:
+        return size / max(time - latency, 1e-9) / 1e9
+
+    launch = _slowest(group, lambda: word.add_(1), repeat)
+    small, large, most = 64, _WIRE_BYTES["cuda"], max(map(len, domains.members))
+    gathering, whole = gather(small), gather(large)
+    found = {
+        "launch_us": launch * 1e6,
+        "gather_latency_us": gathering * 1e6,
+        "gather_gbps": rate(whole, gathering, large * (world - 1)),
+        "batch_latency_us": batch(small) * 1e6,
+    }
+    latency = move(around, small)
+    found["exchange_gbps"] = 2 * rate(move(around, large), latency, large)
+    inside, gbps = latency, rate(move({0: domains.members[0][-1] or 1}, large), latency, large)
+    if domains.count > 1:
+        first, second = domains.members[:2]
+        pairs = dict(zip(first, second))
+        across = _across(domains)
+        latency = move({a: across[a] for a, *_ in domains.members}, small)
+        found["between_latency_us"] = latency * 1e6
+        found["between_gbps"] = rate(move({first[0]: second[0]}, large), latency, large)
+        found["domain_gbps"] = rate(move(pairs, large // most), latency, large // most) * len(pairs)
+        if most > 1:
+            inside = move({a: b for m in domains.members for a, b in zip(m, m[1:] + m[:1])}, small)
+        else:
+            inside, gbps = latency, found["between_gbps"]
+    shards, lengths = [torch.zeros((1, 8), device=device)] * len(group.virtual_ranks), [1] * group.num_virtual_ranks
+    found["enqueue_us"] = host_seconds([lambda: group.all_reduce(shards, lengths)], _Together(group), 1e-4) * 1e6
+    constants = {name: _three_digits(value) for name, value in found.items()}
+    return Costs(_three_digits(inside * 1e6), _three_digits(gbps), memory, **constants)
+
+
+def _bytes(size: int, device: torch.device) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+class _Together(Processes):
+    """The processes of a group."""
+
+    def __init__(self, group: ShardGroup) -> None:
+        super().__init__()
+        self._shards = group
+
+    def slowest(self, value: float) -> float:
+        group = self._shards
+        mine = torch.tensor([value], dtype=torch.float64, device=group.device)
+        ranks = [mine] * len(group.virtual_ranks)
+        return float(group.all_gather(ranks, [1] * group.num_virtual_ranks).max())
 
 
 def _across(domains: Domains) -> dict[int, int]:
@@ -103,21 +184,16 @@ def _move(wire: Wire, device: torch.device, receives: list[int], sends: list[int
 
 
 def _slowest(group: ShardGroup, fn: Callable[[], object], repeat: int) -> float:
-    """Seconds of the slowest process: of each the lower quartile, for other work on a machine only adds."""
+    """Seconds of the slowest process: of each the lower quartile, for other work on a machine only adds. On GPUs the
+    median of a call in a CUDA graph."""
+    together = _Together(group)
+    if group.device.type == "cuda":
+        return turns({"": sampler(fn, device="cuda", processes=together)}, repeat)[""].median
     times = []
     for _ in range(repeat + 3):
         if group.group is not None:
             dist.barrier(group.group)
-        _finish(group.device)
         begin = time.perf_counter()
         fn()
-        _finish(group.device)
         times.append(time.perf_counter() - begin)
-    mine = torch.tensor([statistics.quantiles(times[3:], n=4)[0]], dtype=torch.float64, device=group.device)
-    ranks = [mine] * len(group.virtual_ranks)
-    return float(group.all_gather(ranks, [1] * group.num_virtual_ranks).max())
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return together.slowest(statistics.quantiles(times[3:], n=4)[0])
