@@ -97,6 +97,7 @@ class Wire:
         self._step: Begun = (0, Stamp(0, "nothing"), 0)
         self._failed: str | None = None
         self._met = False
+        self._coalesces: bool | None = None
         self._gathering, self._exchanging = AllgatherOptions(), AllToAllOptions()
         _wires.add(self)
 
@@ -196,7 +197,9 @@ class Wire:
         received = list(zip(heads, senders)) + [(_movable(x), peer) for x, peer, _ in receives]
         departures.note(*(data for data, _ in (*sent, *received)))
         group, device = self.group, own.device
-        together = group._get_backend(device).supports_coalescing  # NCCL: one launch, and one handle
+        if self._coalesces is None:
+            self._coalesces = bool(group._get_backend(device).supports_coalescing)
+        together = self._coalesces  # NCCL: one launch, and one handle
         if together:
             group._start_coalescing(device)
         works: Sequence[Any] = [group.send([data], peer, 0) for data, peer in sent]

@@ -27,8 +27,8 @@ class ThroughTheHost(Wire):
         super().__init__(cpu.group, cpu.rank, cpu.world_size, cpu.timeout)
         self.cpu = cpu
 
-    def begin(self, stamp: Stamp, call: int) -> None:
-        self.cpu.begin(stamp, call)
+    def begin(self, stamp: Stamp, call: int, origin: int = 0, beside: bool = True) -> None:
+        self.cpu.begin(stamp, call, origin)
 
     def meet(self, device: torch.device) -> None:
         """They have met."""
