@@ -28,7 +28,7 @@ class Late:
             try:
                 print(call())
             except RuntimeError as error:
-                print(str(error)[:15])
+                print(str(error)[:16])
 
 late = Late()
 atexit.register(lambda: print(group.all_reduce(shards, [3, 3]).tolist()))
@@ -50,4 +50,4 @@ def test_a_call_in_a_destructor_at_exit_is_an_error_and_one_of_atexit_is_not(wor
     ]
     for program in programs:
         out, errors = program.communicate(timeout=60)
-        assert (program.returncode, out) == (0, "[2.0, 2.0, 2.0]\n" + 3 * "Python is endin\n"), errors
+        assert (program.returncode, out) == (0, "[2.0, 2.0, 2.0]\n" + 3 * "Python is ending\n"), errors
