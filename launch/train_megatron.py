@@ -16,12 +16,16 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_config import TransformerConfig
 from small_training import SIZE, Learned, document_borders, learn, main, parser
 from torch import Tensor, nn
+
+try:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+except ModuleNotFoundError as error:
+    raise SystemExit(f'train_megatron.py needs {error.name}: pip install "shardsum[megatron]"') from error
 
 from shardsum import ShardGroup
 from shardsum.integrations.megatron import apply_cp, model_inputs

@@ -17,7 +17,11 @@ import torch
 import torch.nn.functional as F
 from small_training import SIZE, Learned, document_borders, learn, main, parser
 from torch import Tensor, nn
-from torchtitan.models.llama3 import model_registry
+
+try:
+    from torchtitan.models.llama3 import model_registry
+except ModuleNotFoundError as error:
+    raise SystemExit(f"train_torchtitan.py needs {error.name}, of torchtitan 0.3 or what it requires") from error
 
 from shardsum import ShardGroup
 from shardsum.integrations.torchtitan import apply_cp_to_forward, prepare_context_parallel_input

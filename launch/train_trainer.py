@@ -13,8 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import DataCollatorWithFlattening, Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
+
+try:
+    from transformers import DataCollatorWithFlattening, Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
+except ModuleNotFoundError as error:
+    raise SystemExit(f'train_trainer.py needs {error.name}: pip install "shardsum[models]"') from error
 
 from shardsum import ShardGroup, bits
 from shardsum.integrations.transformers_trainer import ContextParallelMixin

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from setuptools.config.pyprojecttoml import read_configuration
 
+from tests.scripts import load_script
+
 ROOT = Path(__file__).parent.parent
 SETTINGS = read_configuration(ROOT / "pyproject.toml", expand=False)
 
@@ -52,6 +54,22 @@ def test_the_library_runs_without_the_command_line_which_names_its_extra(missing
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == f'shardsum: the command line needs {missing}: pip install "shardsum[cli]"\n'
+
+
+@pytest.mark.parametrize(
+    ("script", "missing"),
+    [
+        ("llama", "peft"),
+        ("trainer", "transformers"),
+        ("megatron", "megatron.core"),
+        ("torchtitan", "torchtitan.models.llama3"),
+    ],
+)
+def test_an_example_names_what_it_needs(script: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)  # importing it raises ModuleNotFoundError
+    monkeypatch.delitem(sys.modules, f"launch_train_{script}", raising=False)
+    with pytest.raises(SystemExit, match=rf"^train_{script}.py needs {missing.split('.')[0]}"):
+        load_script(f"launch/train_{script}.py")
 
 
 def test_the_extra_is_what_the_command_line_needs() -> None:
