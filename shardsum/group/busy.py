@@ -22,16 +22,9 @@ def refuse_at_exit() -> None:
         )
 
 
-class _Lock:
-    """Which :class:`Busy` holds the groups of one process group, and in which thread."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.holder: Busy | None = None
-        self.thread = 0
-
-
-_locks: WeakKeyDictionary[Any, _Lock] = WeakKeyDictionary()
+#: Of each process group, who holds its groups, and in which thread: no entry, or one, made and removed in one step of
+#: the interpreter, so that threads which come in between, and interrupts, find either.
+_holders: WeakKeyDictionary[Any, dict[None, tuple[Busy, int]]] = WeakKeyDictionary()
 #: Ends with a fork: a child has another one. (Cheaper than to ask for the process's number in every call.)
 _process = [object()]
 os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, object()))
@@ -50,45 +43,43 @@ class Busy:
         abandon: called with what ended the call, where that is no ordinary error (KeyboardInterrupt).
     """
 
-    __slots__ = ("_abandon", "_lock", "_process")
+    __slots__ = ("_abandon", "_holders", "_process")
 
     def __init__(self, group: Any, abandon: Callable[[BaseException], None]) -> None:
-        self._lock = None if group is None else _locks.setdefault(group, _Lock())
+        self._holders = None if group is None else _holders.setdefault(group, {})
         self._abandon, self._process = abandon, _process[0]
 
     def __enter__(self) -> None:
         if _is_finalizing():
             refuse_at_exit()
-        state = self._lock
-        if state is None:
+        holders = self._holders
+        if holders is None:
             return
         if _process[0] is not self._process:
             raise RuntimeError(
                 "this ShardGroup belongs to the process that constructed it, and this one is a forked child of it; "
                 "start processes by spawn, and construct their groups in them"
             )
-        if not state.lock.acquire(False):
-            if state.thread not in (_get_ident(), 0):
+        mine = self, _get_ident()
+        found = holders.setdefault(None, mine)
+        if found is not mine:
+            holder, thread = found
+            if thread != mine[1]:
                 raise RuntimeError(
                     "the group is in use by another thread; calls of a group, and of all groups of its process group, "
                     "come from one thread at a time"
                 )
-            if state.holder is not None:
-                state.holder._abandon(KeyboardInterrupt("an interrupt"))
-        state.holder, state.thread = self, _get_ident()
+            holder._abandon(KeyboardInterrupt("an interrupt"))
+            holders[None] = mine
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            if error is not None and not isinstance(error, Exception) and self._lock is not None:
+            if error is not None and not isinstance(error, Exception) and self._holders is not None:
                 self._abandon(error)
         finally:
             self.release()
 
     def release(self) -> None:
         """Let go, as at the end of ``with`` without an error."""
-        state = self._lock
-        if state is None:
-            return
-        state.holder, state.thread = None, 0
-        if state.lock.locked():
-            state.lock.release()
+        if self._holders:
+            self._holders.clear()

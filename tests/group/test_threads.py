@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import shardsum
 from shardsum import ShardGroup
 from shardsum.core import reference
 from shardsum.group import executor
+from shardsum.group.busy import Busy
 from shardsum.transports import opened, watch
 from tests.processes import run_processes
 from tests.values import assert_same, random_values
@@ -142,6 +144,33 @@ def waits_across(rank: int, world_size: int) -> None:
 
 def test_a_wait_of_one_thread_is_not_taken_for_one_of_the_whole_process() -> None:
     run_processes(waits_across, 2)
+
+
+def test_two_threads_never_hold_a_group_at_once() -> None:
+    held, errors, end = [0], [], time.monotonic() + 1
+    together = threading.Event()  # in place of a process group
+
+    def come_and_go() -> None:
+        busy = Busy(together, errors.append)
+        while time.monotonic() < end:
+            try:
+                busy.__enter__()
+            except RuntimeError as error:
+                assert "in use by another thread" in str(error)
+                continue
+            held[0] += 1
+            if held[0] != 1:
+                errors.append(RuntimeError(f"{held[0]} hold it"))
+            held[0] -= 1
+            busy.release()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        at_once([come_and_go] * 3)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
 
 
 def test_groups_of_a_lone_process_are_called_from_threads() -> None:
