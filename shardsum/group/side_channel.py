@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _get_process_group_name
 
 from ..core.log import log
 from ..transports import Stamp, TaggedWire, stamp
@@ -47,7 +47,10 @@ class SideChannel:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
         root = BoundedStore.clone(_get_default_store(), timeout.total_seconds()).under("shardsum")
-        self._members = root.under("-".join(map(str, self.ranks)))
+        # Threads may construct groups over several process groups of the same processes at once: their names tell them
+        # apart. A number is the same on all processes; other names (of split groups) need not be.
+        name = _get_process_group_name(group)
+        self._members = root.under("-".join(map(str, self.ranks)) + (f"/{name}" if name.isdigit() else ""))
         self.board = Board(root.under("at"), self.ranks, self.rank)
         self.name = ""
         self.store = root

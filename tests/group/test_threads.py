@@ -173,6 +173,24 @@ def test_two_threads_never_hold_a_group_at_once() -> None:
     assert not errors
 
 
+def constructed_at_once(rank: int, world_size: int) -> None:
+    """Two threads construct groups over two process groups of the same processes, in other orders."""
+    process_groups = [dist.new_group() for _ in range(2)]
+
+    def construct(i: int) -> None:
+        if i != rank:
+            time.sleep(0.3)
+        group = ShardGroup(2 + i, process_groups[i])
+        total = group.all_reduce([torch.ones(4)] * len(group.virtual_ranks), [4] * (2 + i))
+        assert total.tolist() == [2.0 + i] * 4
+
+    at_once([lambda i=i: construct(i) for i in range(2)])
+
+
+def test_groups_are_constructed_from_threads() -> None:
+    run_processes(constructed_at_once, 2)
+
+
 def test_groups_of_a_lone_process_are_called_from_threads() -> None:
     at_once([lambda i=i: drive(ShardGroup(4), i) for i in range(4)])
 
