@@ -29,12 +29,23 @@ _Region: Any = getattr(torch.utils.checkpoint, "_CheckpointFrame", ())  # (): no
 _MOST_NODES = 1 << 14
 
 
+class _Thread(threading.local):
+    """``mark``: an object of the current thread alone. (The number of a thread that has ended is given again, and its
+    nodes' numbers begin anew.)"""
+
+    def __init__(self) -> None:
+        self.mark = object()
+
+
+_thread = _Thread()
+
+
 class Regions:
     """The checkpointed regions and the nodes in which calls of one group were made."""
 
     def __init__(self) -> None:
         self._first_calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._nodes: dict[int, tuple[int, int]] = {}  # by sequence number: thread, first call
+        self._nodes: dict[int, tuple[Any, int]] = {}  # by sequence number: thread, first call
 
     def origin(self, call: int) -> int:
         """What a new call repeats: the number of its region's first call in the forward pass; 0 where it is new."""
@@ -70,14 +81,14 @@ class Regions:
         return 0
 
     def _of_node(self, node: Any) -> int:
-        return 0 if node is None else self._nodes.get(node._sequence_nr(), (0, 0))[1]
+        return 0 if node is None else self._nodes.get(node._sequence_nr(), (None, 0))[1]
 
     def _note(self, call: int) -> None:
         """Note a call in what may be a node's forward."""
         if _current_backward() != -1:
             return
-        number, thread = torch.autograd._get_sequence_nr() - 1, threading.get_ident()
-        if self._nodes.get(number, (0, 0))[0] != thread:  # else a call of that node, or one that needs no gradient
+        number, thread = torch.autograd._get_sequence_nr() - 1, _thread.mark
+        if self._nodes.get(number, (None, 0))[0] is not thread:  # else a call of that node, or one without a gradient
             self._nodes.pop(number, None)
             self._nodes[number] = thread, call
             if len(self._nodes) > _MOST_NODES:
