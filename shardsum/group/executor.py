@@ -33,10 +33,8 @@ from .terms import Reduce, Terms
 
 
 class Calls(Protocol):
-    """Attributes:
-    call: the number of the current call.
-    origin: of the one whose backward it is, or that it repeats in one; 0 for neither.
-    """
+    """The numbers of the current call (``call``), and of the one whose backward it is, or that it repeats in a backward
+    pass (``origin``; 0 for neither)."""
 
     call: int
     origin: int
@@ -243,9 +241,9 @@ class Carried(Prepared):
     def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route, batched: bool) -> None:
         super().__init__(executor, terms, plan, route)
         assert route.carry is not None
-        together = executor.inside is not None and route.carry.domains == executor.router.domains.of
-        self._schedule, self._batched = carry.Schedule(route.carry, executor.rank, rows=not together), batched
-        self._together = together
+        self._together = executor.inside is not None and executor.router.folds_over_peers(route)
+        self._schedule = carry.Schedule(route.carry, executor.rank, rows=not self._together)
+        self._batched = batched
         self._has_width = torch.Size(terms.row_shape).numel() > 0
 
     @cached_property

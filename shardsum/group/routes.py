@@ -104,8 +104,12 @@ class Router:
             return candidates[self.transport]
         times = ", ".join(f"{name} {route.microseconds:.0f} us" for name, route in candidates.items())
         best = best_of(candidates)
-        over = "; folds over peer memory inside domains" if best.carry is not None and self._inside else ""
+        over = "; folds over peer memory inside domains" if self.folds_over_peers(best) else ""
         return replace(best, reason=f"predicted {times}{self._no_peers}{over}")
+
+    def folds_over_peers(self, route: Route) -> bool:
+        """Whether accumulators travel between domains, whose processes fold over peer memory (where there are two)."""
+        return self._inside and route.carry is not None and route.carry.domains == self.domains.of
 
     def candidates(
         self, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce, device_type: str,
@@ -136,12 +140,10 @@ class Router:
         sizes = dict(zip(KINDS, (width * size for size in itemsizes)))
         lag = 1 if device_type == "cpu" else 2
         found = choose(plan, self.domains, costs, sizes, lag, reduce.op == "mean")
-        folds = ", folded over peer memory" if self._inside and not found.alone else ""
-        reason = f'transport="carry" was asked for ({found.describe()}{folds})'
-        load = found.load
-        return Route(
-            "carry", False, found.plan.chunks, load.egress, load.ingress, reason, load, found.microseconds, found.plan
-        )
+        chunks, load, time = found.plan.chunks, found.load, found.microseconds
+        route = Route("carry", False, chunks, load.egress, load.ingress, "", load, time, found.plan)
+        folds = ", folded over peer memory" if self.folds_over_peers(route) else ""
+        return replace(route, reason=f'transport="carry" was asked for ({found.describe()}{folds})')
 
     def _rows(
         self, name: str, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce, device_type: str,

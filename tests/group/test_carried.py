@@ -13,6 +13,11 @@ import torch
 
 from shardsum import ShardGroup
 from shardsum.core import bits
+from shardsum.core.layout import ExchangePlan
+from shardsum.group.routes import Router
+from shardsum.group.terms import Reduce
+from shardsum.transports import domains as fast_links
+from shardsum.transports.costs import Costs
 from tests.carried import random_exchanges, sum_of_everything
 from tests.processes import run_processes
 from tests.values import random_values
@@ -96,6 +101,23 @@ def test_domains_and_bytes_are_explained() -> None:
     assert f"between them {400 * 64 * (4 + 2)}" in summed, summed
     assert "what is moved has no sums" in moved
     assert 'transport="carry" needs lengths that the host knows' in device
+
+
+@pytest.mark.parametrize("transport", ["auto", "carry"])
+@pytest.mark.parametrize(("owners", "over_domains"), [([0] * 16 + [1] * 16, False), ([0, 1] * 16, True)])
+def test_folds_over_peer_memory_are_named_where_there_are_any(
+    transport: str, owners: list[int], over_domains: bool
+) -> None:
+    """Two hosts, one of two processes. Where each of these holds one run of ranks, accumulators go from the one to the
+    other, and nothing is folded over peer memory."""
+    ranks, size, where = 48, 1 << 20, fast_links.agree(["a", "a", "b"])
+    plan = ExchangePlan(((0, size),) * ranks, (*owners, *[2] * 16), ((0, size),) * 3, (0, 1, 2), 3)
+    costs = {"cuda": Costs(9.0, 230.0, 4000.0, 9.0, 1.0, launch_us=1.3)}
+    route = Router(where, transport, costs, inside=True).route(
+        plan, 8, torch.bfloat16, Reduce("sum", None, torch.bfloat16), "cuda"
+    )
+    assert route.carry is not None and (route.carry.domains == where.of) == over_domains
+    assert ("over peer memory" in route.reason) == over_domains, route.reason
 
 
 def stall(rank: int, world: int, dies: bool) -> str | None:
