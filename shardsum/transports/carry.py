@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,25 +19,12 @@ from ..core.numerics import accumulator_dtype
 from ..local import kernels
 from ..local.ops import readable
 from .carry_items import ACCUMULATORS, KINDS, RESULTS, ROWS, Item
-from .carry_peers import Ready, joined
+from .carry_peers import Ready, Reduce, joined
 from .carry_schedule import Fold, Parcel, Place, Schedule
 from .links import Links, Transfer
 from .wire import Wire
 
 _AHEAD = 2  # steps by which receives are posted, and rows sent, before a fold needs them (gloo)
-
-
-class Reduce(Protocol):
-    """What the last stage does: ``op`` "sum" or "mean", scale, the result's dtype; ``empty`` is the sum of nothing."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def scale(self) -> float | None: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def empty(self) -> float: ...
 
 
 def run(
@@ -206,7 +192,7 @@ class _Run:
     # Arithmetic
 
     def fold(self, fold: Fold) -> None:
-        n, (piece, *_) = length(fold.interval), fold.pieces
+        n, piece = length(fold.interval), fold.piece
         rows = [self.readable[r] if r in self.readable else self.rows.pop((piece, r)) for r in fold.sources]
         carry = None if fold.came is None else self.at(fold.came, n, piece)
         mean, scale = (self.reduce.op == "mean", self.reduce.scale) if fold.ends else (False, None)

@@ -56,7 +56,7 @@ class Ready(NamedTuple):
 
 
 class Reduce(Protocol):
-    """What the last stage does."""
+    """What the last stage does: ``op`` "sum" or "mean", scale, the result's dtype; ``empty`` is the sum of nothing."""
 
     @property
     def op(self) -> str: ...
@@ -64,6 +64,8 @@ class Reduce(Protocol):
     def scale(self) -> float | None: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def empty(self) -> float: ...
 
 
 def launches_of(carry: CarryPlan, process: int) -> dict[int, list[Launch]]:

@@ -54,7 +54,7 @@ class Fold:
 
     Attributes:
         interval: its positions: of one piece, or of several side by side.
-        pieces: them.
+        piece: the first of them.
         run: sources of the stage.
         sources, starts: those that hold any of it, hosted or come, and where their rows begin in the interval.
         came: the accumulators to go on from; None at the first stage.
@@ -64,7 +64,7 @@ class Fold:
     """
 
     interval: Interval
-    pieces: list[int]
+    piece: int
     run: tuple[int, ...]
     sources: list[int]
     starts: list[int]
@@ -177,7 +177,6 @@ class Schedule:
             fold, here = self._fold(index, number), folds[step]
             if here and here[-1].goes_on_in(fold) and self._hosts_rows(here[-1]) and self._hosts_rows(fold):
                 here[-1].interval = here[-1].interval[0], fold.interval[1]
-                here[-1].pieces += fold.pieces
             else:
                 here.append(fold)
         for several in folds.values():
@@ -190,7 +189,7 @@ class Schedule:
         stage, ends = piece.stages[number], number + 1 == len(piece.stages)
         came = self._came[index, number - 1] if number else None
         carried = stage.carried if ends else 0
-        return Fold(piece.interval, [index], stage.sources, [], [], came, carried, ends, self.written(index, number))
+        return Fold(piece.interval, index, stage.sources, [], [], came, carried, ends, self.written(index, number))
 
     def _hosts_rows(self, fold: Fold) -> bool:
         others = [r for r in fold.run if r not in self.sources]

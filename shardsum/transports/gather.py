@@ -43,10 +43,9 @@ class _Gather:
                 places[r] = len(self._sizes)
                 self._sizes.append(length(plan.sources[r]))
             self._sizes.append(self._total - n)
-        self._places = [places[r] for r in range(len(plan.sources))]
         self._picked = layout.pick([(i[0], length(i)) for i in plan.sources])
         for sink in self._picked:
-            sink.pieces[:] = [self._places[r] for r in sink.pieces]
+            sink.pieces[:] = [places[r] for r in sink.pieces]
 
     def start(self, shards: Sequence[Tensor], wire: Wire | None) -> Pending:
         assert wire is not None

@@ -25,7 +25,6 @@ class Transfer:
     peer: int
     number: int
     handle: Any = None
-    done: bool = False
 
 
 class Links:
@@ -83,9 +82,7 @@ class Links:
 
     def wait(self, transfer: Transfer) -> None:
         """Until it is done: the host on gloo, at most the timeout; the current stream on CUDA."""
-        if not transfer.done:
-            self.wire.wait(transfer.handle, transfer.tensor.device)
-            transfer.done = True
+        self.wire.wait(transfer.handle, transfer.tensor.device)
 
     def finish(self) -> None:
         """Wait for what has been sent."""
