@@ -18,7 +18,7 @@ from shardsum.group.executor import Reduce
 from shardsum.native import loader as native
 from shardsum.transports import TaggedWire, carry, carry_peers, stamp
 from shardsum.transports.carry_plan import ACCUMULATORS, RESULTS, ROWS, CarryPlan
-from shardsum.transports.peer.members import Members
+from shardsum.transports.peer.members import gather_in
 from shardsum.transports.store import BoundedStore
 from tests.processes import run_processes
 from tests.values import FLOATS, INTEGERS, random_values
@@ -73,7 +73,7 @@ class SlowPeers:
     def __init__(self, members: tuple[int, ...], rank: int) -> None:
         self.rank = members.index(rank)
         store = BoundedStore.clone(_get_default_store(), 30).under(f"inside/{members}")
-        self.members = Members(store, "a domain", self.rank, len(members), 30)
+        self.gather = gather_in(store, self.rank, len(members), 30)
 
     def prepare(
         self, plan: ExchangePlan, width: int, dtype: torch.dtype, out_dtype: torch.dtype, op: str, scale: float | None,
@@ -88,7 +88,7 @@ class SlowPeers:
             assert bounds == [0] * (2 * len(hosted)) and number == 77 and starts is lengths is None
             assert [tuple(x.shape) for x in rows] == [(length(plan.sources[r]), width) for r in hosted]
             assert (accumulators is not None) == (goes_on and len(outs) > 0) and all(x.is_contiguous() for x in rows)
-            everyone = self.members.gather((plan.sinks, dict(zip(hosted, rows))))
+            everyone = self.gather((plan.sinks, dict(zip(hosted, rows))))
             assert {sinks for sinks, _ in everyone} == {plan.sinks}
             held = {r: x for _, given in everyone for r, x in given.items()}
             done = 0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..domains import Domains
 from ..store import BoundedStore
-from .members import Members
+from .members import Members, gather_in
 from .memory import Gather
 from .peers import Peers
 
@@ -41,15 +41,15 @@ def inside_domains(
     rank = dist.get_rank(group)
     numbers = domains.members[domains.of[rank]]
     known = _members.setdefault(group, {}).get(numbers)
-    names = gather((None if known is None else known.name, rank))
+    names = gather(None if known is None else known.name)
     peers = None
     if len(numbers) > 1:
-        if known is None or {name for name, p in names if p in numbers} != {known.name}:
-            part = store.under(f"inside/{numbers[0]}")
-            known = Members(part, f"shardsum-{name}-{numbers[0]}", numbers.index(rank), len(numbers), timeout)
-            _members[group][numbers] = known
+        part, mine, count = store.under(f"inside/{numbers[0]}"), numbers.index(rank), len(numbers)
+        if known is None or {names[p] for p in numbers} != {known.name}:
+            known = _members[group][numbers] = Members(part, f"shardsum-{name}-{numbers[0]}", mine, count)
         local = tuple(numbers.index(owner) for owner in owners if owner in numbers)
-        peers = Peers(known, known.gather, local, device, timeout, workspace_bytes)
+        meet = gather_in(part.under("gather"), mine, count, timeout)
+        peers = Peers(known, meet, local, device, timeout, workspace_bytes)
     reasons = gather(None if peers is None else peers.reason)
     reason = next((f"process {p}: {why}" for p, why in enumerate(reasons) if why is not None), None)
     return (None if reason is not None else peers), reason

@@ -6,8 +6,10 @@ which may differ between them.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,43 +21,54 @@ _LONGEST_PAUSE_S = 0.01
 
 
 class Members:
-    """Some processes of a group, which find each other in a store.
+    """Some processes of a group.
 
     Args:
         store: a part of the store for these processes alone.
         name: equal on all of them, and nobody else's.
         rank: this process's number among them.
         size: how many they are.
-        limit: seconds that one waits for another.
     """
 
-    def __init__(self, store: BoundedStore, name: str, rank: int, size: int, limit: float) -> None:
-        self.store, self.name, self.rank, self.size = store, name, rank, size
-        self._limit, self._gathers = limit, 0
+    def __init__(self, store: BoundedStore, name: str, rank: int, size: int) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self._store = store.raw()
         self._registered: Any = None
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every member's ``value`` (small, picklable), in their order. RuntimeError where one does not come."""
-        self._gathers += 1
-        self.store.set(f"{self._gathers}/{self.rank}", pickle.dumps(value).hex())
-        return [pickle.loads(bytes.fromhex(self._wait_for(f"{self._gathers}/{p}", p))) for p in range(self.size)]
 
     def register(self) -> None:
         """Let torch's symmetric memory find these processes by their name. It asks a group for its store alone."""
         c10d: Any = torch._C._distributed_c10d
         if self._registered is None:
-            self._registered = c10d.ProcessGroup(self.store.raw(), self.rank, self.size)
+            self._registered = c10d.ProcessGroup(self._store, self.rank, self.size)
             c10d._register_process_group(self.name, self._registered)
-            c10d._SymmetricMemory.set_group_info(self.name, self.rank, self.size, self.store.raw())
+            c10d._SymmetricMemory.set_group_info(self.name, self.rank, self.size, self._store)
 
-    def _wait_for(self, key: str, member: int) -> str:
-        deadline, pause = time.monotonic() + self._limit, 0.0002
-        while (found := self.store.get(key)) is None:
+
+def gather_in(store: BoundedStore, rank: int, size: int, limit: float) -> Callable[[Any], list[Any]]:
+    """``gather(value)``: every member's ``value`` (small, picklable), in their order.
+
+    Args:
+        store: a part of the store for this alone.
+        rank, size: as of :class:`Members`.
+        limit: seconds that one waits for another; then ``gather`` raises RuntimeError.
+    """
+    numbers = itertools.count()
+
+    def wait_for(key: str, member: int) -> str:
+        deadline, pause = time.monotonic() + limit, 0.0002
+        while (found := store.get(key)) is None:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"peer memory: member {member} of this domain did not come within {self._limit:g} s")
+                raise RuntimeError(f"peer memory: member {member} of this domain did not come within {limit:g} s")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         return found
+
+    def gather(value: Any) -> list[Any]:
+        number = next(numbers)
+        store.set(f"{number}/{rank}", pickle.dumps(value).hex())
+        return [pickle.loads(bytes.fromhex(wait_for(f"{number}/{p}", p))) for p in range(size)]
+
+    return gather
 
 
 #: What a peer transport is made for.
