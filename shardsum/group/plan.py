@@ -58,12 +58,10 @@ class Plan(Generic[R]):
 
     def __init__(self, planner: Planner, terms: Terms) -> None:
         self.terms, self._planner = terms, planner
-        self.virtual_ranks = planner.virtual_ranks
-        self.device, self.owners = planner.device, planner.owners
-        layout = planner.executor.layout(terms)
-        rank = self.rank = planner.rank
-        self.bounds = [(layout.sources[r][0], length(layout.sources[r])) for r in layout.hosted_sources(rank)]
-        self.tensors = Tensors(planner, terms, self.bounds, [layout.sinks[q] for q in layout.hosted_sinks(rank)])
+        self.virtual_ranks, self.device, self.owners = planner.virtual_ranks, planner.device, planner.owners
+        self.rank, layout = planner.rank, planner.executor.layout(terms)
+        self.bounds = [(layout.sources[r][0], length(layout.sources[r])) for r in layout.hosted_sources(self.rank)]
+        self.tensors = Tensors(planner, terms, self.bounds, [layout.sinks[q] for q in layout.hosted_sinks(self.rank)])
         #: Where rows and results travel over peer memory: the operators' plan, after one call.
         self._bound: tuple[Tensor, bool] | None = None
         #: Whether processes have agreed on calls without and with a gradient that is a collective. That on a plan
@@ -79,8 +77,10 @@ class Plan(Generic[R]):
     #: What profiles call a call of this plan, and the number of the group's current call.
     range_name = cached_property(name_of)
     call = property(lambda self: self._planner.agreement.call)
-    #: What that call belongs to where a registered operator makes it (:mod:`.regions`).
-    origin_of_operator = property(lambda self: self._planner.agreement.regions.of_operator(self.call))
+
+    def origin_of_operator(self) -> int:
+        """What the current call belongs to, which a registered operator makes: notes it, or finds what was noted."""
+        return self._planner.agreement.regions.of_operator(self.call)
 
     # Calls
 
@@ -295,5 +295,5 @@ class Plan(Generic[R]):
             except Exception as error:
                 raise planner.refuse(name, error) from error
             self._agree(rows)
-            planner.agreement.origin = planner.agreement.origin or self.origin_of_operator
+            planner.agreement.origin = planner.agreement.origin or self.origin_of_operator()
             return self.run(rows if lengths is None else shards, lengths)

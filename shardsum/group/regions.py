@@ -73,8 +73,8 @@ class Regions:
         return 0
 
     def of_operator(self, call: int) -> int:
-        """Of a call that a registered operator makes in a node's backward: the number of the first call that was made
-        so in the node's forward. Calls in a forward give 0."""
+        """Of a call that a registered operator makes. In a node's backward: the number of the first call that was noted
+        in its forward. In a forward: 0, and the call is noted."""
         if _current_backward() != -1:
             return self._of_node(torch._C._current_autograd_node())
         self._note(call)

@@ -227,12 +227,13 @@ def _run(tensors: list[Tensor], key: Tensor, scale: float | None, lse: bool) -> 
     except ValueError as error:
         raise batch.group.refuse("attention", error) from error
     _, _, outs, lses = _forward(batch, qs, ks, vs, scale)
-    _origin(batch)
+    _origin(batch)  # notes this call
     return [*outs, *lses]
 
 
 def _origin(batch: ContextBatch) -> int:
-    return next((plan.origin_of_operator for plan, _ in batch.exchanges.values()), 0)
+    """:meth:`.Plan.origin_of_operator` of any exchange of this batch; 0 before the first."""
+    return next((plan.origin_of_operator() for plan, _ in batch.exchanges.values()), 0)
 
 
 def _run_fake(tensors: list[Tensor], key: Tensor, scale: float | None, lse: bool) -> list[Tensor]:

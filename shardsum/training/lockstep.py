@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from .shard_group import ShardGroup
 
 #: ``outside_graphs(call, *args, **options)``: that call, which torch.compile leaves to eager code. None before the
-#: first lockstep beside a compiler: to import one takes seconds.
+#: first lockstep in a program that has imported torch's compiler: to import it takes seconds.
 outside_graphs: Callable[..., Any] | None = None
 
 #: Collectives whose shards may be a lone virtual rank's Tensor while a lockstep runs.
