@@ -147,7 +147,7 @@ class SideChannel:
             return group
 
         try:
-            group = within(timeout.total_seconds() + 1, make)
+            group = within(timeout.total_seconds() + 1, make, alone=True)
         except TimeoutError:
             raise RuntimeError(f"no connection with every process within {timeout.total_seconds():g} s") from None
         self.wire = TaggedWire(group, timeout, Guard(self.name, self.board, elsewhere, condemn))

@@ -15,9 +15,11 @@ import atexit
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -45,8 +47,9 @@ class _Worker:
             del task, fn, args, answer
 
 
-LONGEST_EXIT_S = 2.0  # that exit waits for an operation, which may never end
+LONGEST_EXIT_S = 2.0  # that exit waits for operations, which may never end
 _worker: _Worker | None = None
+_lone: WeakSet[_Worker] = WeakSet()  # each with one operation
 _lock = threading.Lock()
 _ending = False
 
@@ -55,29 +58,42 @@ _ending = False
 def _end() -> None:
     global _ending
     with _lock:
-        _ending, worker = True, _worker
-    if worker is not None:
+        _ending, workers = True, [*_lone, *([] if _worker is None else [_worker])]
+    deadline = time.monotonic() + LONGEST_EXIT_S
+    for worker in workers:
         worker.tasks.put(None)
-        worker.thread.join(LONGEST_EXIT_S)
+    for worker in workers:
+        worker.thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _forget_worker() -> None:
+def _forget_workers() -> None:
     global _worker, _lock
     _worker, _lock = None, threading.Lock()
+    _lone.clear()
 
 
-os.register_at_fork(after_in_child=_forget_worker)  # threads stay behind
+os.register_at_fork(after_in_child=_forget_workers)  # threads stay behind
 
 
-def within(limit: float, fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)``, run by the thread. TimeoutError after ``limit`` seconds; errors of ``fn`` pass through."""
+def within(limit: float, fn: Callable[..., Any], *args: Any, alone: bool = False) -> Any:
+    """``fn(*args)``, run by the thread. TimeoutError after ``limit`` seconds; errors of ``fn`` pass through.
+
+    Args:
+        alone: in a thread of its own. For what waits for the other processes: they may be in another one first.
+    """
     global _worker
     answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with _lock:
         if _ending:
             raise RuntimeError("the interpreter is ending")
-        worker = _worker = _worker or _Worker()
+        if alone:
+            worker = _Worker()
+            _lone.add(worker)
+        else:
+            worker = _worker = _worker or _Worker()
         worker.tasks.put((fn, args, answer))
+        if alone:
+            worker.tasks.put(None)
     try:
         value, error = answer.get(timeout=limit)
     except queue.Empty:

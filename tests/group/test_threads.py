@@ -19,6 +19,7 @@ from shardsum import ShardGroup
 from shardsum.core import reference
 from shardsum.group import executor
 from shardsum.group.busy import Busy
+from shardsum.group.side_channel import SideChannel
 from shardsum.transports import opened, watch
 from tests.processes import run_processes
 from tests.values import assert_same, random_values
@@ -174,13 +175,24 @@ def test_two_threads_never_hold_a_group_at_once() -> None:
 
 
 def constructed_at_once(rank: int, world_size: int) -> None:
-    """Two threads construct groups over two process groups of the same processes, in other orders."""
-    process_groups = [dist.new_group() for _ in range(2)]
+    """Two threads construct groups over two process groups of the same processes: they come, and connect, in other
+    orders."""
+    process_groups, here, connect = [dist.new_group() for _ in range(2)], threading.local(), SideChannel.connect
+
+    def wait() -> None:
+        if here.i != rank:
+            time.sleep(0.3)
+
+    def connect_in_turn(*args: Any) -> None:
+        wait()
+        connect(*args)
+
+    SideChannel.connect = connect_in_turn  # type: ignore[method-assign]
 
     def construct(i: int) -> None:
-        if i != rank:
-            time.sleep(0.3)
-        group = ShardGroup(2 + i, process_groups[i])
+        here.i = i
+        wait()
+        group = ShardGroup(2 + i, process_groups[i], timeout=5)
         total = group.all_reduce([torch.ones(4)] * len(group.virtual_ranks), [4] * (2 + i))
         assert total.tolist() == [2.0 + i] * 4
 
