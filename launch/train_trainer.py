@@ -3,7 +3,8 @@
     torchrun --nproc-per-node=2 launch/train_trainer.py
 
 The Trainer is transformers' own but for a mixin; its model, collator, accumulation and optimizer are what they are. A
-small Qwen2 with random weights learns this file, whose lines are the documents.
+small Qwen2 with random weights learns this file, whose lines are the documents. Each process is one virtual rank here,
+so another number of processes is another sum, and another hash.
 """
 
 import os
