@@ -1,4 +1,5 @@
-"""Accumulators travel from domain to domain, not rows: runs a :class:`CarryPlan` with point-to-point transfers.
+"""Accumulators travel from domain to domain, not rows: runs a :class:`.carry_plan.CarryPlan`, by point-to-point
+transfers.
 
 Not a transport of rows (:mod:`base`): it folds by itself, with kernels that go on from a received accumulator in one
 pass over memory. On gloo a fold waits for what it needs alone, and transfers of later steps are under way meanwhile;
@@ -40,7 +41,7 @@ def run(
     """Sum ``shards`` into ``outs``; a generator that stops once after the first transfers have started.
 
     Args:
-        plan: this process's part of what is the same :class:`CarryPlan` on all processes.
+        plan: this process's part of a :class:`.carry_plan.CarryPlan`, which is the same on all processes.
         shards: hosted sources ``(|I_r|, *F)``, contiguous, at least one.
         outs: results ``(|O_q|, *F)`` of the hosted sinks, contiguous, in ``reduce.dtype``; overwritten.
         reduce: what the last stage does. A mean needs a plan that is ``counted``.

@@ -65,7 +65,7 @@ def choose(
     """The faster way to carry: by domain, or every process as one of its own (rows then stay where they are).
 
     Args:
-        sizes: bytes of one position as a row, an accumulator and a result (:data:`carry_plan.KINDS`).
+        sizes: bytes of one position as a row, an accumulator and a result (:data:`.carry_items.KINDS`).
         lag: 2 where each step's transfers are one batch (NCCL).
         counted: for a mean.
     """

@@ -140,9 +140,9 @@ class Peers:
         return out
 
     def predict(
-        self, plan: ExchangePlan, width: int, in_bytes: int, out_bytes: int, move: bool, floats: bool = True
+        self, plan: ExchangePlan, width: int, in_bytes: int, out_bytes: int, move: bool
     ) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
         """``(two_shot, egress, ingress)``: by process, bytes of rows and results to others, and from them."""
         layout = self._layout if self._transport is None else self._transport.layout
-        found = predict(plan, layout, self._tuning, width, in_bytes, out_bytes, move, floats)
+        found = predict(plan, layout, self._tuning, width, in_bytes, out_bytes, move)
         return found.way == "two-shot", found.egress, found.ingress

@@ -26,12 +26,11 @@ def predict(
     in_bytes: int,
     out_bytes: int,
     move: bool,
-    floats: bool = True,
 ) -> Traffic:
     """What is read is what its reader wants. What is pushed or written is the hull of what others want of a row, and
     goes to all of them; between two processes, unless it is small, without the largest gap in what the other wants
     (up to a few KiB at its ends)."""
-    way = choose_way(describe_message(plan, width, in_bytes, out_bytes, move, floats), layout, tuning)
+    way = choose_way(describe_message(plan, width, in_bytes, out_bytes, move), layout, tuning)
     if way == "two-shot":
         return _two_shot(plan, width * in_bytes, width * out_bytes)
     if way == "read":

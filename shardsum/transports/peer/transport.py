@@ -230,6 +230,6 @@ class PeerTransport:
 
     def close(self) -> None:
         """Give the workspace back. Collective; its last user frees the memory. Plans of this transport must not run any
-        more: mark the group's state as failed first."""
+        more: the group refuses calls once it is closed."""
         self._calls.clear()
         self._workspace.release(self._gather)
