@@ -33,7 +33,6 @@ class _AllToAll:
         _parts: of what is sent, one behind the other: (index of the hosted source, elements, first element of the
             source), or None for a header.
         _senders: of what is received: the first element, positions, and the positions of each piece.
-        _order: of the pieces that came, then of the hosted sources, by source and position.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -63,10 +62,8 @@ class _AllToAll:
         pieces += [(r, *plan.sources[r]) for r in hosted]
         self._received = end * item
         self._strides = torch.empty((0, *layout.row_shape), device="meta").stride()
-        self._order = sorted(range(len(pieces)), key=lambda i: pieces[i])
-        self._picked = layout.pick([(pieces[i][1], pieces[i][2] - pieces[i][1]) for i in self._order])
-        for sink in self._picked:
-            sink.pieces[:] = [self._order[i] for i in sink.pieces]
+        in_order = sorted((piece, i) for i, piece in enumerate(pieces))
+        self._picked = layout.pick([((begin, end), i) for (_, begin, end), i in in_order])
 
     def start(self, shards: Sequence[Tensor], wire: Wire | None) -> Pending:
         assert wire is not None

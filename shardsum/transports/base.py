@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..core.layout import ExchangePlan
+from ..core.layout import ExchangePlan, Interval
 from .wire import Wire
 
 
@@ -84,13 +84,13 @@ class Layout:
     def row_bytes(self) -> int:
         return self.width * self.dtype.itemsize
 
-    def pick(self, pieces: Sequence[tuple[int, int]]) -> list[Picked]:
-        """The rows of every hosted sink among pieces ``(begin, length)`` in source order."""
+    def pick(self, pieces: Sequence[tuple[Interval, int]]) -> list[Picked]:
+        """The rows of every hosted sink among pieces in source order: of each its interval, and which tensor it is."""
         found = []
         for q in self.plan.hosted_sinks(self.rank):
             lo, hi = self.plan.sinks[q]
-            held = [i for i, (begin, n) in enumerate(pieces) if max(begin, lo) < min(begin + n, hi)]
-            found.append(Picked(held, [pieces[i][0] - lo for i in held]))
+            held = [(begin - lo, i) for (begin, end), i in pieces if max(begin, lo) < min(end, hi)]
+            found.append(Picked([i for _, i in held], [start for start, _ in held]))
         return found
 
 

@@ -16,11 +16,11 @@ from .carry_items import ACCUMULATORS, KINDS, RESULTS, ROWS, Message
 from .carry_plan import CarryPlan
 
 
-@dataclass(eq=False)
 class Parcel:
     """A message of this process.
 
     Attributes:
+        kind, items: as of :class:`.carry_items.Message`.
         positions: of all items.
         sizes: of each item.
         number: tells apart the messages of one call between two processes.
@@ -28,17 +28,12 @@ class Parcel:
         is_filled: whether its items are folded into it where they are sent from, so that nothing is copied.
     """
 
-    message: Message
-    process: int
-    is_filled: bool = False
-
-    def __post_init__(self) -> None:
-        m = self.message
-        self.kind, self.items, self.step = m.kind, m.items, m.step
-        self.sizes = [length(item.interval) for item in m.items]
+    def __init__(self, message: Message, process: int) -> None:
+        self.kind, self.items, self.is_filled = message.kind, message.items, False
+        self.sizes = [length(item.interval) for item in message.items]
         self.positions = sum(self.sizes)
-        self.number = m.step * len(KINDS) + KINDS.index(m.kind)
-        self.peer = m.receiver if m.sender == self.process else m.sender
+        self.number = message.step * len(KINDS) + KINDS.index(message.kind)
+        self.peer = message.receiver if message.sender == process else message.sender
 
 
 class Place(NamedTuple):

@@ -43,9 +43,7 @@ class _Gather:
                 places[r] = len(self._sizes)
                 self._sizes.append(length(plan.sources[r]))
             self._sizes.append(self._total - n)
-        self._picked = layout.pick([(i[0], length(i)) for i in plan.sources])
-        for sink in self._picked:
-            sink.pieces[:] = [places[r] for r in sink.pieces]
+        self._picked = layout.pick([(interval, places[r]) for r, interval in enumerate(plan.sources)])
 
     def start(self, shards: Sequence[Tensor], wire: Wire | None) -> Pending:
         assert wire is not None

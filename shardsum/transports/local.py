@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from ..core.layout import ExchangePlan, length
+from ..core.layout import ExchangePlan
 from .base import Layout, Mover, Pending
 from .wire import Wire
 
@@ -23,7 +23,7 @@ class Local:
 
 class _Local:
     def __init__(self, layout: Layout) -> None:
-        self._picked = layout.pick([(i[0], length(i)) for i in layout.plan.sources])
+        self._picked = layout.pick([(interval, r) for r, interval in enumerate(layout.plan.sources)])
 
     def start(self, shards: Sequence[Tensor], wire: Wire | None) -> Pending:
         return Pending([sink.of(shards) for sink in self._picked])

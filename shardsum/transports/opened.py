@@ -32,13 +32,13 @@ _helpers: set[threading.Thread] = set()
 #: The thread that has made the first call; None: nobody yet. Whoever begins an exchange in another one says so
 #: (:func:`note_caller`).
 caller: int | None = None
-_several = False  # threads make calls, or have done so
+several = False  # threads of this process make calls, or have done so
 
 
 def _forget() -> None:
     """A forked child has none of its parent's calls."""
-    global _lock, caller, _several
-    _lock, caller, _several = threading.Lock(), None, False
+    global _lock, caller, several
+    _lock, caller, several = threading.Lock(), None, False
     calls.clear()
     _helpers.clear()
 
@@ -53,21 +53,16 @@ def _end() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def are_threads_several() -> bool:
-    """Whether calls have come from more than one thread of this process."""
-    return _several
-
-
 def note_caller() -> None:
     """To be called by every thread that is not :data:`caller` and begins an exchange, before it does."""
-    global caller, _several
-    if caller == threading.get_ident() or _several:
+    global caller, several
+    if caller == threading.get_ident() or several:
         return
     with _lock:
         if caller is None:
             caller = threading.get_ident()
         elif caller != threading.get_ident():
-            _several = True
+            several = True
             for group, finish in calls.items():
                 _complete_aside(group, finish)
 
@@ -77,7 +72,7 @@ def leave(group: Any, finish: Finish) -> None:
     when it is complete."""
     with _lock:
         calls[group] = finish
-        if _several:
+        if several:
             _complete_aside(group, finish)
 
 
@@ -85,7 +80,7 @@ def close(group: Any) -> None:
     """Complete what ``group`` has left open, and other groups where one thread makes all calls. Raises the errors of
     its own call; those of others are theirs, and their handles'."""
     for other, finish in list(calls.items()):
-        if other is not group and _several:
+        if other is not group and several:
             continue
         try:
             finish()

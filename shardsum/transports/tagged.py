@@ -189,7 +189,7 @@ class TaggedWire(Wire):
         return {
             "steps": [[number, stamp.hash, call, stamp.text] for number, stamp, call in steps],
             "waits": waits and [waits[0], waits[1][0], waits[1][1].text, waits[1][2]],
-            "threads": opened.are_threads_several(),
+            "threads": opened.several,
         }
 
     def look(self) -> None:
