@@ -22,15 +22,12 @@ class Prepared:
 
     Attributes:
         route: how it travels.
-        bounds: ``(begin, length)`` of every hosted source.
         shapes: of every hosted sink's result.
     """
 
     def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route) -> None:
         self.route, self._executor, self._plan, self._reduce = route, executor, plan, terms.reduce
-        rank = executor.rank
-        self._sinks = plan.hosted_sinks(rank)
-        self.bounds = [(plan.sources[r][0], length(plan.sources[r])) for r in plan.hosted_sources(rank)]
+        self._sinks = plan.hosted_sinks(executor.rank)
         self.shapes = [(length(plan.sinks[q]), *terms.row_shape) for q in self._sinks]
         self._stamp, self._terms = stamp_of(terms, plan, route), terms
 

@@ -83,7 +83,7 @@ def test_a_failed_one_is_kept_and_refused(made: list[Workspace]) -> None:
         ((4, 9, 4, 8), "call 4 of the group has other arg"),
         (
             (number_of(9, 7), 9, number_of(9, 8), 9),
-            r"call 9 \(backward of call 7\) of the group here, call 9 \(backward of call 8\) there",
+            r"call 9 \(in a backward pass, for call 7\) of the group here, call 9 \(in a .*, for call 8\) there",
         ),
     ],
 )

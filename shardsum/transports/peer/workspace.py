@@ -131,14 +131,15 @@ class Workspace:
 
 
 def number_of(call: int, origin: int) -> int:
-    """What a launch carries (32 bits) as the number of a call: the backward of call ``origin``, where that is not 0."""
+    """What a launch carries (32 bits) as the number of a call; ``origin``: of the one whose backward it is, or that it
+    repeats in a backward pass; 0 for neither."""
     return call & _BACKWARD - 1 if not origin else _BACKWARD | (origin & 0x7FFF) << 16 | call & 0xFFFF
 
 
 def _said(number: int) -> str:
     if not number & _BACKWARD:
         return f"call {number} of the group"
-    return f"call {number & 0xFFFF} (backward of call {number >> 16 & 0x7FFF}) of the group"
+    return f"call {number & 0xFFFF} (in a backward pass, for call {number >> 16 & 0x7FFF}) of the group"
 
 
 def _different(number: int, signature: int, their_number: int, their_signature: int) -> str:
