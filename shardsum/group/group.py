@@ -12,8 +12,9 @@ shards    one Tensor ``(length, *F)`` when this process hosts one virtual rank, 
           Where one rank is hosted, ``(1, S_MAX, *F)`` might be one shard of one row. It is taken as stacked by a plan,
           which knows ``*F``, else if its length is above 1, or ``out`` has the dimensions of that. With a length of 0
           or 1 it is what the other processes' shards make of it (their trailing shapes must be equal), and one row
-          where theirs might be either, too. With lengths on the device it is stacked, but for a size of 1: that is a
-          ValueError. A list is never mistaken. Without lengths nothing stacked is taken.
+          where theirs might be either, too; later calls with the same shape and lengths keep that meaning. With
+          lengths on the device it is stacked, but for a size of 1: that is a ValueError. A list is never mistaken.
+          Without lengths nothing stacked is taken.
 lengths   (a) R ints, equal on all processes: nothing else travels.
           (b) None: the shards' row counts; every call begins with one small all_gather on the host.
           (c) an integer Tensor of the hosted ranks' lengths on the shards' device, with padded shards and ``size``:
