@@ -45,7 +45,9 @@ class Regions:
 
     def __init__(self) -> None:
         self._first_calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._nodes: dict[int, tuple[Any, int]] = {}  # by sequence number: thread, first call
+        # First calls by sequence number and thread. None stands for the thread that came last: backward may run in one
+        # of its own.
+        self._nodes: dict[tuple[int, object], int] = {}
 
     def origin(self, call: int) -> int:
         """What a new call repeats: the number of its region's first call in the forward pass; 0 where it is new."""
@@ -81,15 +83,18 @@ class Regions:
         return 0
 
     def _of_node(self, node: Any) -> int:
-        return 0 if node is None else self._nodes.get(node._sequence_nr(), (None, 0))[1]
+        if node is None:
+            return 0
+        number = node._sequence_nr()
+        return self._nodes.get((number, _thread.mark)) or self._nodes.get((number, None), 0)
 
     def _note(self, call: int) -> None:
         """Note a call in what may be a node's forward."""
         if _current_backward() != -1:
             return
         number, thread = torch.autograd._get_sequence_nr() - 1, _thread.mark
-        if self._nodes.get(number, (None, 0))[0] is not thread:  # else a call of that node, or one without a gradient
-            self._nodes.pop(number, None)
-            self._nodes[number] = thread, call
-            if len(self._nodes) > _MOST_NODES:
+        if (number, thread) not in self._nodes:  # else a call of that node, or one without a gradient
+            self._nodes.pop((number, None), None)
+            self._nodes[number, thread] = self._nodes[number, None] = call
+            while len(self._nodes) > _MOST_NODES:
                 del self._nodes[next(iter(self._nodes))]
