@@ -85,14 +85,15 @@ def construct(
         if transport == "peer" and peers.reason is not None:
             raise ValueError(f'transport: "peer" cannot be used: {peers.reason}')
     inside: Peers | None = None
-    alone: str | None = "not asked for"
+    missing: str | None = None
     carries = transport == "carry" or (transport == "auto" and peers is not None and peers.reason is not None)
-    if pg is not None and wire is not None and where.type == "cuda" and carries and 1 < agreed.count < world_size:
+    folds = carries and where.type == "cuda" and 1 < agreed.count < world_size
+    if pg is not None and folds:
         gather = agreement.gather_objects
-        inside, alone = inside_domains(
+        inside, missing = inside_domains(
             pg, gather, agreement.side.store, agreement.side.name, agreed, owners, where, limit.total_seconds(),
             workspace_bytes,
         )  # fmt: skip
-    router = Router(agreed, transport, table, peers, inside=alone is None)
+    router = Router(agreed, transport, table, peers, inside=folds and missing is None, not_inside=missing)
     executor = Executor(owners, rank, wire, router, agreement, peers, inside)
     return Built(Planner(executor, agreement, where), pg, agreed, wire)

@@ -69,6 +69,7 @@ class Router:
         costs: constants of the "auto" choice by device type.
         peers: the peer transport, where processes can map each other's memory; "auto" takes it whenever it can.
         inside: whether processes can do so inside each domain; then accumulators are folded over peer memory.
+        not_inside: why they cannot.
     """
 
     def __init__(
@@ -78,12 +79,14 @@ class Router:
         costs: Mapping[str, Costs],
         peers: Peers | None = None,
         inside: bool = False,
+        not_inside: str | None = None,
     ) -> None:
         self.world_size, self.domains = len(domains.of), domains
         self.transport, self._costs = transport, costs
         self._peers = peers if peers is not None and peers.reason is None else None
         self._no_peers = "" if peers is None or peers.reason is None else f"; no peer memory: {peers.reason}"
         self._inside = inside
+        self._not_inside = "" if not_inside is None else f"; no peer memory inside domains: {not_inside}"
 
     def takes_peers(self) -> bool:
         """Whether exchanges go over peer memory."""
@@ -105,7 +108,7 @@ class Router:
         times = ", ".join(f"{name} {route.microseconds:.0f} us" for name, route in candidates.items())
         best = best_of(candidates)
         over = "; folds over peer memory inside domains" if self.folds_over_peers(best) else ""
-        return replace(best, reason=f"predicted {times}{self._no_peers}{over}")
+        return replace(best, reason=f"predicted {times}{self._no_peers}{over}{self._not_inside}")
 
     def folds_over_peers(self, route: Route) -> bool:
         """Whether accumulators travel between domains, whose processes fold over peer memory (where there are two)."""
@@ -143,7 +146,7 @@ class Router:
         chunks, load, time = found.plan.chunks, found.load, found.microseconds
         route = Route("carry", False, chunks, load.egress, load.ingress, "", load, time, found.plan)
         folds = ", folded over peer memory" if self.folds_over_peers(route) else ""
-        return replace(route, reason=f'transport="carry" was asked for ({found.describe()}{folds})')
+        return replace(route, reason=f'transport="carry" was asked for ({found.describe()}{folds}){self._not_inside}')
 
     def _rows(
         self, name: str, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce, device_type: str,

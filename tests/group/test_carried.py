@@ -113,11 +113,12 @@ def test_folds_over_peer_memory_are_named_where_there_are_any(
     ranks, size, where = 48, 1 << 20, fast_links.agree(["a", "a", "b"])
     plan = ExchangePlan(((0, size),) * ranks, (*owners, *[2] * 16), ((0, size),) * 3, (0, 1, 2), 3)
     costs = {"cuda": Costs(9.0, 230.0, 4000.0, 9.0, 1.0, launch_us=1.3)}
-    route = Router(where, transport, costs, inside=True).route(
-        plan, 8, torch.bfloat16, Reduce("sum", None, torch.bfloat16), "cuda"
-    )
+    of_sum = (plan, 8, torch.bfloat16, Reduce("sum", None, torch.bfloat16), "cuda")
+    route = Router(where, transport, costs, inside=True).route(*of_sum)
     assert route.carry is not None and (route.carry.domains == where.of) == over_domains
     assert ("over peer memory" in route.reason) == over_domains, route.reason
+    text = Router(where, transport, costs, not_inside="process 1: no driver").route(*of_sum).reason
+    assert "over peer memory" not in text and text.endswith("; no peer memory inside domains: process 1: no driver")
 
 
 def stall(rank: int, world: int, dies: bool) -> str | None:
