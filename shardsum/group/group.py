@@ -216,10 +216,11 @@ class CollectiveGroup(Collectives):
         with self._planner.calling(name):
             return self._planner.refuse(name, error, counted)
 
-    def gather_ints(self, name: str, values: Sequence[int], most: int) -> list[list[int]]:
-        """Every process's ``values``, at most ``most`` ints of 63 bits, by process: on the host's side channel."""
+    def gather_ints(self, name: str, values: Sequence[int], most: int, **signature: Any) -> list[list[int]]:
+        """Every process's ``values``, at most ``most`` ints of 63 bits, by process: on the host's side channel.
+        ValueError on every process where the ``signature`` differs."""
         with self._planner.calling(name):
-            return self._planner.agreement.gather_values(name, {}, values, most)
+            return self._planner.agreement.gather_values(name, signature, values, most)
 
     # What happened and what would happen
 

@@ -142,24 +142,17 @@ def _agree_on_used(
         raise group.refuse("reduce_gradients", error, counted=True) from error
     used = _bitmap([any(g is not None for g in replicas.gradients(name)) for name in names])
     unrounded = _bitmap([replicas.is_unrounded(name) for name in names])
-    said = [accumulate, _fingerprint(parameters)]
-    everyone = group.gather_ints("reduce_gradients", [*said, *used, *unrounded], 2 + 2 * len(used))
-    for rank, row in enumerate(everyone):
-        if row[1] != everyone[0][1]:  # bits would stand for other parameters there
-            raise ValueError(
-                f"replicas: process {rank} has other trainable parameters than process 0 (names, shapes, dtypes, or "
-                "their order): another module, or other parameters are frozen"
-            )
-        if row[0] != everyone[0][0]:
-            raise ValueError(f"accumulate: process 0 passes {bool(everyone[0][0])}, process {rank} {bool(row[0])}")
-    maps = [_names(names, [row[2:][k * len(used) : (k + 1) * len(used)] for row in everyone]) for k in (0, 1)]
+    same = {"trainable parameters of replicas": _fingerprint(parameters), "accumulate": accumulate}
+    everyone = group.gather_ints("reduce_gradients", [*used, *unrounded], 2 * len(used), **same)
+    maps = [_names(names, [row[k * len(used) : (k + 1) * len(used)] for row in everyone]) for k in (0, 1)]
     return maps[0], maps[1]
 
 
-def _fingerprint(parameters: dict[str, nn.Parameter]) -> int:
-    """A number of 62 bits for what determines the buckets."""
+def _fingerprint(parameters: dict[str, nn.Parameter]) -> str:
+    """What determines the buckets: bits would stand for other parameters, and sums mix them, where it differs."""
     said = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items()]
-    return int.from_bytes(hashlib.blake2b("\n".join(said).encode(), digest_size=8).digest(), "little") >> 2
+    digest = hashlib.blake2b("\n".join(said).encode(), digest_size=8).hexdigest()
+    return f"{len(said)} (hash of names, shapes and dtypes: {digest})"
 
 
 def _bitmap(flags: Sequence[bool]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -218,17 +219,19 @@ def _accumulate_differs(rank: int, world_size: int) -> str:
 
 def test_processes_must_agree_on_accumulate() -> None:
     for message in run_processes(_accumulate_differs, 2):
-        assert "accumulate: process 0 passes False, process 1 True" in message
+        assert message == "reduce_gradients: accumulate differs: process 0 has False, process 1 has True"
 
 
 def _other_parameters(rank: int, world_size: int) -> list[str]:
     group, found = ShardGroup(2), []
-    for change in ("frozen", "name", "shape"):
+    for change in ("frozen", "name", "shape", "count"):
         names = ["a", "b" if change != "name" or rank else "c"]
         sizes = (4, 4) if change != "shape" or rank else (2, 8)  # as many elements
         model = nn.ParameterDict({name: nn.Parameter(torch.ones(n, 16 // n)) for name, n in zip(names, sizes)})
         if change == "frozen":
             model[names[rank]].requires_grad_(False)
+        if change == "count" and rank:
+            model |= {f"more {i}": nn.Parameter(torch.ones(1)) for i in range(100)}
         hosted = group.replicas(model)
         for replica in hosted:
             sum(p.sum() for p in replica.parameters()).backward()
@@ -241,7 +244,9 @@ def _other_parameters(rank: int, world_size: int) -> list[str]:
 
 def test_processes_must_have_the_same_parameters() -> None:
     for messages in run_processes(_other_parameters, 2):
-        assert all(m.startswith("replicas: process 1 has other trainable parameters") for m in messages), messages
+        for message, (ours, theirs) in zip(messages, ((1, 1), (2, 2), (2, 2), (2, 102)), strict=True):
+            what = r"trainable parameters of replicas differs: process 0 has {} \(hash .*, process 1 has {} \(hash "
+            assert re.match("reduce_gradients: " + what.format(ours, theirs), message), message
 
 
 def test_tied_weights_stay_tied_and_buffers_are_copies() -> None:
