@@ -40,6 +40,7 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
+#: What NCCL sends as it is.
 _KNOWN = {torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64}
 
 
@@ -52,7 +53,7 @@ class Transfer:
 
 
 def _movable(x: Tensor) -> Tensor:
-    """Itself, where NCCL knows the dtype (views take the host as long as half a send), else its bytes."""
+    """Itself, where NCCL knows the dtype (a view takes the host half as long as a send), else its bytes."""
     return x if x.dtype in _KNOWN else as_bytes(x)
 
 
