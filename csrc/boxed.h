@@ -172,23 +172,23 @@ class TensorListResult {
   TensorListResult(const TensorListResult&) = delete;
   TensorListResult& operator=(const TensorListResult&) = delete;
   ~TensorListResult() {
-    for (int64_t i = 0; i < owned_; ++i) aoti_torch_delete_tensor_object(handles_[i]);
+    for (int64_t i = given_; i < owned_; ++i) aoti_torch_delete_tensor_object(handles_[i]);
     if (list_ != nullptr) torch_delete_list(list_);
   }
   void append(StableIValue tensor) { handles_[owned_++] = torch::stable::detail::to<AtenTensorHandle>(tensor); }
   // Hands list and tensors over as an operator's result.
   StableIValue release() {
     check(torch_new_list_reserve_size(static_cast<size_t>(owned_), &list_), "list");
-    for (int64_t i = 0; i < owned_; ++i)
-      check(torch_list_push_back(list_, torch::stable::detail::from(handles_[i])), "list append");
+    for (; given_ < owned_; ++given_)
+      check(torch_list_push_back(list_, torch::stable::detail::from(handles_[given_])), "list append");
     const StableIValue value = torch::stable::detail::from(list_);
-    list_ = nullptr, owned_ = 0;
+    list_ = nullptr;
     return value;
   }
 
  private:
   Table<AtenTensorHandle> handles_;
-  int64_t owned_ = 0;
+  int64_t owned_ = 0, given_ = 0;  // appended; of these, the list's
   StableListHandle list_ = nullptr;
 };
 
