@@ -88,23 +88,24 @@ def _usual_seconds(recipe: Recipe) -> int:
 def _run(command: list[str], folder: Path) -> tuple[int, str]:
     """Exit code and output; every process of the build ends with it, whatever ends the wait."""
     limit = time_limit()
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = object.__new__(subprocess.Popen)  # known here even where a signal's exception comes while it starts
     try:
+        process.__init__(  # type: ignore[misc]
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         output, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         raise RuntimeError(
             f"the native library was not built within {limit:g} s (SHARDSUM_BUILD_TIMEOUT): a compiler may hang"
         ) from None
     finally:
-        if process.poll() is None:
+        if hasattr(process, "pid") and process.poll() is None:
             process.terminate()  # ninja passes it on to its compilers, which are in process groups of their own
             try:
                 process.wait(10)

@@ -126,6 +126,21 @@ def test_a_killed_build_ahead_of_time_leaves_nothing_beside_the_library(tiny, tm
     assert [p.name for p in package.iterdir()] == ["_native.so"]
 
 
+def test_a_signal_while_a_build_starts_leaves_no_process(tmp_path, monkeypatch):
+    pid, read = tmp_path / "pid", os.read
+
+    def interrupted(fd: int, size: int) -> bytes:  # Popen waits here until its program has begun
+        read(fd, size)
+        while not (pid.exists() and pid.read_text().endswith("\n")):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        builder._run(["sh", "-c", "echo $$ > pid; exec sleep 60"], tmp_path)
+    assert not living({int(pid.read_text())})
+
+
 def build_by_command(output: str) -> None:
     from shardsum.tools import cli
 
