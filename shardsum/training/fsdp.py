@@ -171,15 +171,14 @@ class FSDPReduceScatter:
         over = self.over if over is None else over
         key = group, rows.numel(), rows.dtype, dtype, label, self.scale, self.wire_dtype, over
         if key not in self._sums:
-            make = self._make_block_sum if blocks else self._make_plan
-            self._sums[key] = make(group, over, rows, out.numel(), dtype, label)
+            self._sums[key] = self._make_sum(group, over, rows, out.numel(), dtype, label, blocks)
         if blocks or dtype != out.dtype:
             found = self._sums[key](rows)
             out.copy_(found if isinstance(found, Tensor) else found[0])
         else:
             self._sums[key](rows, out=out)
 
-    def _make_plan(
+    def _make_sum(
         self,
         group: dist.ProcessGroup,
         over: dist.ProcessGroup | None,
@@ -187,9 +186,13 @@ class FSDPReduceScatter:
         part: int,
         dtype: torch.dtype,
         label: str | None,
+        blocks: bool,
     ) -> Callable[..., Any]:
         shards, size = self._group(over or group, rows.device), rows.numel()
         everyone = range(shards.world_size)
+        if blocks:
+            owners = self._owners(shards, group, over)
+            return block_wire.BlockScaledSum(shards, part, owners, scale=self.scale, out_dtype=dtype, name=label)
         common: dict[str, Any] = {"size": size, "dtype": rows.dtype, "out_dtype": dtype, "scale": self.scale}
         if over is None:
             return shards.plan("reduce_scatter", [size for _ in everyone], splits=[part for _ in everyone], name=label,
@@ -197,19 +200,6 @@ class FSDPReduceScatter:
         outs = [(owner * part, (owner + 1) * part) for owner in self._owners(shards, group, over)]
         ins = [(0, size) for _ in everyone]
         return shards.plan("exchange", in_intervals=ins, out_intervals=outs, name=label, **common)
-
-    def _make_block_sum(
-        self,
-        group: dist.ProcessGroup,
-        over: dist.ProcessGroup | None,
-        rows: Tensor,
-        part: int,
-        dtype: torch.dtype,
-        label: str | None,
-    ) -> Callable[..., Any]:
-        shards = self._group(over or group, rows.device)
-        owners = self._owners(shards, group, over)
-        return block_wire.BlockScaledSum(shards, part, owners, scale=self.scale, out_dtype=dtype, name=label)
 
     def _owners(self, shards: ShardGroup, group: dist.ProcessGroup, over: dist.ProcessGroup | None) -> list[int]:
         """Which part of the sum each process keeps."""
