@@ -19,8 +19,7 @@ namespace {
 constexpr int kMaxRowDims = 15;  // of one position of a bound plan's tensors
 
 // The state of a group, an int64 in memory that Python and this library share (shardsum/transports/peer/operators.py).
-constexpr int64_t kStateFailed = int64_t{1} << 62;  // failed or closed
-constexpr int64_t kStateWary = int64_t{1} << 61;    // a call is open, or the next one must be compared
+constexpr int64_t kStateFailed = int64_t{1} << 62;  // its transport has failed
 constexpr int64_t kStateNumber = (int64_t{1} << 48) - 1;
 
 // Reads a plan word by word.
@@ -174,7 +173,6 @@ void check_single(const BoundPlan& b) {
 void check_state(const BoundPlan& b) {
   if (b.state == nullptr) return;
   SHARDSUM_CHECK((*b.state & kStateFailed) == 0, "the group has failed or was closed");
-  SHARDSUM_CHECK((*b.state & kStateWary) == 0, "the group has a call that is open or must be compared");
 }
 
 void check_fits(const BoundPlan& b, const TensorView& t, int64_t dtype, const char* name) {
@@ -362,15 +360,14 @@ STABLE_TORCH_LIBRARY_IMPL(shardsum, CUDA, m) {
 extern "C" __attribute__((visibility("default"), used)) int64_t shardsum_peer_constant(const char* name) {
   using namespace shardsum;
   const std::pair<const char*, int64_t> constants[] = {
-      {"plan_version", kPlanVersion},          {"max_ranks", kPeerMaxRanks},
-      {"max_hosted", kPeerMaxHosted},          {"max_row_dims", kMaxRowDims},
-      {"state_failed", kStateFailed},          {"state_wary", kStateWary},
-      {"state_number", kStateNumber},          {"float16", int64_t(DType::kFloat16)},
-      {"bfloat16", int64_t(DType::kBFloat16)}, {"float32", int64_t(DType::kFloat32)},
-      {"float64", int64_t(DType::kFloat64)},   {"uint8", int64_t(DType::kUInt8)},
-      {"int8", int64_t(DType::kInt8)},         {"int16", int64_t(DType::kInt16)},
-      {"int32", int64_t(DType::kInt32)},       {"int64", int64_t(DType::kInt64)},
-      {"bool", int64_t(DType::kBool)},
+      {"plan_version", kPlanVersion},        {"max_ranks", kPeerMaxRanks},
+      {"max_hosted", kPeerMaxHosted},        {"max_row_dims", kMaxRowDims},
+      {"state_failed", kStateFailed},        {"state_number", kStateNumber},
+      {"float16", int64_t(DType::kFloat16)}, {"bfloat16", int64_t(DType::kBFloat16)},
+      {"float32", int64_t(DType::kFloat32)}, {"float64", int64_t(DType::kFloat64)},
+      {"uint8", int64_t(DType::kUInt8)},     {"int8", int64_t(DType::kInt8)},
+      {"int16", int64_t(DType::kInt16)},     {"int32", int64_t(DType::kInt32)},
+      {"int64", int64_t(DType::kInt64)},     {"bool", int64_t(DType::kBool)},
   };
   for (const auto& [known, value] : constants)
     if (std::strcmp(known, name) == 0) return value;

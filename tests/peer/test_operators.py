@@ -86,10 +86,10 @@ def test_calls_of_several_rows() -> None:
     for call in (lambda: OPS.peer_call_new(shard, plan), lambda: OPS.peer_call(tensors()[0], shard, plan)):
         with pytest.raises(RuntimeError, match="the plan has several rows"):
             call()
-    state.fill_(operators.WARY)
-    with pytest.raises(RuntimeError, match="open or must"):
+    state.fill_(operators.FAILED)
+    with pytest.raises(RuntimeError, match="failed or was closed"):
         OPS.peer_call_new.list([shard] * 3, plan)
-    assert state.tolist() == [operators.WARY]
+    assert state.tolist() == [operators.FAILED]
 
 
 def overlapping() -> tuple[Tensor, Tensor]:
@@ -135,8 +135,8 @@ def test_what_does_not_fit_the_plan_is_refused_and_not_counted(case: str) -> Non
     assert state.tolist() == [41]
 
 
-@pytest.mark.parametrize("bit, message", [(operators.FAILED, "failed or was closed"), (operators.WARY, "open or must")])
-def test_a_bit_of_the_state_holds_calls_back(bit: int, message: str) -> None:
+def test_the_state_of_a_failed_group_holds_calls_back() -> None:
+    bit, message = operators.FAILED, "failed or was closed"
     state = torch.tensor([7])
     plan = prepared().bind([0, LENGTH], ROW, state)
     out, shard = tensors()
@@ -181,7 +181,7 @@ def test_constants_are_those_of_the_library() -> None:
     constant.argtypes, constant.restype = [ctypes.c_char_p], ctypes.c_int64
     expected = {
         "plan_version": operators.PLAN_VERSION, "max_ranks": layout.MAX_RANKS, "max_hosted": layout.MAX_HOSTED,
-        "max_row_dims": operators.MAX_ROW_DIMS, "state_failed": operators.FAILED, "state_wary": operators.WARY,
+        "max_row_dims": operators.MAX_ROW_DIMS, "state_failed": operators.FAILED,
         "state_number": operators.NUMBER,
         **{str(dtype).removeprefix("torch."): code for dtype, code in operators.DTYPE_CODES.items()},
     }  # fmt: skip

@@ -22,10 +22,11 @@
     int64 each, become -1 where this process does not get its sums (:mod:`shardsum.transports.headers`).
 
 Shared with the group is its *state*, one int64 in memory that both sides hold (a CPU tensor of one element, which must
-outlive its plans): the bits ``FAILED`` and ``WARY``, and in ``NUMBER`` how many calls the group has made. ``peer_call``
-begins only where both bits are clear; it adds 1 to the number once it has launched. That number and the plan's
-signature travel with the bounds of every row, and each process compares them with its own before it adds anything:
-where they differ the call fails on all processes. (Without a state the number is 0.)
+outlive its plans): the bit ``FAILED``, and in ``NUMBER`` how many calls the group has made. The group writes the
+number before each call. ``peer_call`` sets the bit where the transport has failed, begins only where it is clear, and
+adds 1 to the number once it has launched. That number and the plan's signature travel with the bounds of every row, and
+each process compares them with its own before it adds anything: where they differ the call fails on all processes.
+(Without a state the number is 0.)
 
 Every refusal is a RuntimeError (NotImplementedError where no kernel takes such tensors). Then nothing has happened and
 the number is as before, unless ``FAILED`` is set now: the group has failed, or the launch itself did, and the
@@ -38,9 +39,8 @@ from typing import Any, NoReturn
 
 import torch
 
-#: Bits of a group's state: it has failed or was closed; a call is open, or the next call must be compared between
-#: processes; the number of calls.
-FAILED, WARY, NUMBER = 1 << 62, 1 << 61, (1 << 48) - 1
+#: Bits of a group's state: its transport has failed; the number of calls.
+FAILED, NUMBER = 1 << 62, (1 << 48) - 1
 #: The most dimensions of a position that ``peer_bind`` takes.
 MAX_ROW_DIMS = 15
 #: The layout of a plan's words (csrc/peer/plan.h).
