@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.gpus import take_gpu
+
 
 def _child(
     rank: int, world_size: int, folder: str, timeout: float, backend: str, fn: Callable[..., Any], args: tuple
 ) -> None:
     torch.set_num_threads(1)  # first of all: a forked child with several threads hangs
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
+    if backend != "gloo" and torch.cuda.is_available():
+        take_gpu(rank, world_size)
     dist.init_process_group(
         backend,
         init_method=f"file://{folder}/rendezvous",

@@ -10,6 +10,7 @@ import torch
 
 from shardsum import ShardGroup, context_parallel_attention
 from shardsum.core import bits
+from tests.gpus import needs_gpus
 from tests.processes import run_processes
 from tests.training.test_attention import CASES, chunks, full_attention, make
 from tests.training.test_context import BORDERS, LENGTHS, windowed
@@ -67,13 +68,12 @@ def _attend_cases(rank: int, world_size: int, cases: list[tuple[str, Any, torch.
     torch.use_deterministic_algorithms(True)
     results = []
     for case, placement, dtype in cases:
-        group = ShardGroup(len(CASES[case][0]), placement=placement, device=torch.device("cuda", rank))
+        group = ShardGroup(len(CASES[case][0]), placement=placement, device="cuda")
         results.append(dict(zip(group.virtual_ranks, attend(group, case, dtype, 64))))
     return results
 
 
-@pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_gpus(2)
 def test_same_bits_on_one_and_on_two_gpus() -> None:
     cases = [
         (case, placement, dtype)

@@ -13,6 +13,7 @@ from shardsum.core import reference
 from shardsum.core.layout import Interval, intervals_of, length, split_evenly
 from shardsum.transports.costs import Costs
 from tests.carried import DTYPES, placed, random_exchanges, sum_of_everything
+from tests.gpus import needs_gpus
 from tests.group.test_headers import is_spoiled
 from tests.processes import run_processes
 from tests.values import assert_same, random_values
@@ -21,11 +22,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PLACES: list[tuple[int, Any]] = [(4, "contiguous"), (8, "zigzag"), (16, "contiguous"), (16, "zigzag")]
 #: With steps that cost little, on slow links: many chunks.
 SLOW_LINKS = {"cuda": Costs(2.0, 100.0, 1000.0, 2.0, 1.0)}
-
-
-def gpus(count: int) -> Any:
-    few = pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
-    return lambda test: pytest.mark.multi_gpu(few(test))
 
 
 def over_gpus(rank: int, world: int, places: list[tuple[int, Any]], domains: list) -> None:
@@ -57,25 +53,25 @@ def chunked(rank: int, world: int, domains: list) -> None:
                 assert route.carry.domains == group.domains.of
 
 
-@gpus(2)
+@needs_gpus(2)
 def test_all_collectives_and_gradients() -> None:
     places = [*PLACES, (9, [0, 1, 1, 0, 1, 0, 0, 1, 0])]
     run_processes(over_gpus, 2, places, ["a", "b"], backend="nccl", timeout=200)
 
 
-@gpus(2)
+@needs_gpus(2)
 def test_many_chunks() -> None:
     run_processes(chunked, 2, ["a", "b"], backend="nccl", timeout=150)
 
 
-@gpus(4)
+@needs_gpus(4)
 @pytest.mark.parametrize("domains", [[0, 0, 1, 1], ["a", "b", "a", "b"], [0, 1, 1, 1]])
 def test_all_collectives_and_gradients_of_domains_that_fold_over_peer_memory(domains: list) -> None:
     places = [*PLACES, (9, [3, 0, 1, 2, 2, 1, 0, 3, 3])]
     run_processes(over_gpus, 4, places, domains, backend="nccl", timeout=240)
 
 
-@gpus(4)
+@needs_gpus(4)
 def test_many_chunks_over_peer_memory() -> None:
     run_processes(chunked, 4, [0, 0, 1, 1], backend="nccl", timeout=150)
 
@@ -130,13 +126,13 @@ def captured(rank: int, world: int, cases: list[tuple[int, str]], domains: list)
         group.close()
 
 
-@gpus(2)
+@needs_gpus(2)
 def test_cuda_graphs_replay_it() -> None:
     cases = [(4, "contiguous"), (8, "zigzag"), (16, "contiguous")]
     run_processes(captured, 2, cases, ["a", "b"], backend="nccl", timeout=200)
 
 
-@gpus(4)
+@needs_gpus(4)
 def test_cuda_graphs_replay_folds_over_peer_memory() -> None:
     cases = [(4, "contiguous"), (8, "zigzag"), (16, "contiguous")]
     run_processes(captured, 4, cases, [0, 0, 1, 1], backend="nccl", timeout=200)
@@ -157,7 +153,7 @@ def late(rank: int, world: int, dtype: torch.dtype) -> str:
     return str(caught.value)
 
 
-@gpus(4)
+@needs_gpus(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
 def test_sums_that_a_domain_lost_are_refused_by_all_others(dtype: torch.dtype) -> None:
     messages = run_processes(late, 4, dtype, backend="nccl", timeout=60)

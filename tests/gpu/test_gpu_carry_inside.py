@@ -49,7 +49,6 @@ class ThroughTheHost(Wire):
 
 
 def on_one_gpu(ranks: int, placement: str | list[int], domains: list) -> ShardGroup:
-    torch.cuda.set_device(0)
     group = ShardGroup(ranks, transport="carry", domains=domains, placement=placement, device="cuda", timeout=60)
     executor = group._planner.executor
     alone = domains.count(domains[group.rank]) == 1
@@ -65,12 +64,6 @@ def inside(rank: int, world: int, ranks: int, placement: str | list[int], domain
         group.close()
 
 
-@pytest.fixture(autouse=True)
-def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
-
-
 @pytest.mark.parametrize(
     ("ranks", "placement", "domains", "calls"),
     [
@@ -84,8 +77,7 @@ def test_domains_fold_over_peer_memory(ranks: int, placement: str | list[int], d
 
 def failed(rank: int, world: int) -> None:
     """A launch that fails marks the headers that it was given, in each way that rows travel; one that runs does not."""
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = torch.device("cuda", torch.cuda.current_device())
     size, width = 4000, 8
     t = PeerTransport(dist.group.WORLD, (0, 1), device, timeout=2, staging_bytes=1 << 20)
     plan = ExchangePlan(((0, size),) * 2, (0, 1), ((0, size // 2), (size // 2, size)), (0, 1), 2)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from shardsum import ShardGroup
 from shardsum.core import reference
+from tests.gpus import needs_gpus
 from tests.group.test_collectives import movement, token_means
 from tests.group.test_group import chunked, exchange_in_processes
 from tests.processes import run_processes
@@ -16,16 +19,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-two_gpus = [
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
-
-
-def marked(fn):
-    for mark in two_gpus:
-        fn = mark(fn)
-    return fn
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -33,13 +26,13 @@ def test_one_gpu_equals_reference(seed: int) -> None:
     exchange_in_processes(0, 1, "auto", seed, 3, "cuda")
 
 
-@marked
+@needs_gpus(2)
 @pytest.mark.parametrize("transport", ["gather", "all_to_all", "peer", "auto"])
 def test_nccl_equals_reference(transport: str) -> None:
     run_processes(exchange_in_processes, 2, transport, 11, 8, "cuda", backend="nccl", timeout=150)
 
 
-@marked
+@needs_gpus(2)
 @pytest.mark.parametrize(
     "fn, args", [(chunked, ("all_to_all",)), (movement, ("gather",)), (movement, ("peer",)), (token_means, ())]
 )
@@ -77,7 +70,7 @@ def streams(rank: int, world_size: int) -> None:
         assert_same(handle.wait(), expected)
 
 
-@marked
+@needs_gpus(2)
 def test_streams_and_overwritten_inputs() -> None:
     run_processes(streams, 2, backend="nccl", timeout=150)
 
@@ -129,12 +122,13 @@ def test_device_lengths_in_a_graph() -> None:
             assert_same(grad[r, : host[r]], g)
 
 
-@marked
+@needs_gpus(2)
 def test_two_processes_on_one_gpu_are_told_about_virtual_ranks() -> None:
     run_processes(share_a_gpu, 2, backend="nccl", timeout=60)
 
 
 def share_a_gpu(rank: int, world_size: int) -> None:
     torch.cuda.set_device(0)
+    os.environ.pop("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", None)
     with pytest.raises(ValueError, match="Host several virtual ranks in one process"):
         ShardGroup(4)

@@ -8,6 +8,7 @@ import torch
 from shardsum import ShardGroup
 from shardsum.native import loader as native
 from shardsum.transports.headers import _check_headers, check_headers
+from tests.gpus import needs_gpus
 from tests.group.test_headers import is_spoiled
 from tests.processes import run_processes
 
@@ -15,11 +16,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-
-
-def two_gpus(fn):
-    skip = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-    return pytest.mark.multi_gpu(skip(fn))
 
 
 @pytest.mark.parametrize("check", [check_headers, _check_headers], ids=["kernel", "plain"])
@@ -68,7 +64,7 @@ def diverge(rank: int, world: int, transport: str) -> None:
         group.check()
 
 
-@two_gpus
+@needs_gpus(2)
 @pytest.mark.parametrize("transport", ["gather", "all_to_all", "carry"])
 def test_processes_out_of_step_get_no_number_and_an_error(transport: str) -> None:
     run_processes(diverge, 2, transport, backend="nccl", timeout=150)
@@ -103,7 +99,7 @@ def replay(rank: int, world: int, transport: str) -> None:
         group.check()
 
 
-@two_gpus
+@needs_gpus(2)
 @pytest.mark.parametrize("transport", ["gather", "all_to_all", "carry"])
 def test_graphs(transport: str) -> None:
     run_processes(replay, 2, transport, backend="nccl", timeout=150)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardsum import ShardGroup
-from tests.gpu.test_gpu_plans import device, places
+from tests.gpu.test_gpu_plans import backends, device
 from tests.processes import run_processes
 
 pytestmark = [
@@ -129,15 +129,12 @@ def test_virtual_ranks_leave_nothing_on_the_gpu() -> None:
 
 
 def by_peers(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
-    return measured("peer", device(rank))
+    return measured("peer", device())
 
 
-@places
+@backends
 @pytest.mark.timeout(3600 if TIMES > 1 else 600)
-def test_two_processes_leave_nothing_in_peer_memory(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend == "cpu:gloo":  # both on one GPU
-        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+def test_two_processes_leave_nothing_in_peer_memory(backend: str) -> None:
     for results in run_processes(by_peers, 2, backend=backend, timeout=3000 if TIMES > 1 else 240):
         for name, left in results.items():
             assert_level(f"peer, {name}", left, GROUPS * RENDEZVOUS if name == "a group" else 0)

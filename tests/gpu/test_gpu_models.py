@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpus import needs_gpus
 from tests.processes import run_processes
 from tests.scripts import load_script
 
@@ -44,8 +45,7 @@ def test_checkpointing_changes_no_bits(alone: dict[str, Run], option: str) -> No
         assert alone[f"{option} --ranks {ranks}"] == alone[f"{option} --ranks {ranks} --checkpointing"]
 
 
-@pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_gpus(2)
 def test_two_gpus_have_the_hash_of_one(alone: dict[str, Run]) -> None:
     options = [f"{o} {mode}" for o in OPTIONS for mode in ("--ranks 4", "--ranks 2", "--fsdp")]
     for option, found in zip(options, train(2, [f"{o} --checkpointing" for o in options])):

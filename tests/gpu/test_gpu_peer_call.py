@@ -17,22 +17,13 @@ from tests.peer.test_peer import RandomCalls
 from tests.processes import run_processes
 from tests.values import assert_same, random_values
 
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 OPS = torch.ops.shardsum
 WIDTH = 8
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    if torch.cuda.device_count() < 2:
-        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
-
-
 def open_transport(rank: int, timeout: float = 60) -> PeerTransport:
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = torch.device("cuda", torch.cuda.current_device())
     return PeerTransport(dist.group.WORLD, (0, 1), device, timeout=timeout, staging_bytes=1 << 20)
 
 
@@ -69,14 +60,13 @@ def _calls(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.gpu
-def test_bound_calls_give_the_bits_of_the_reference(gpus: None) -> None:
+def test_bound_calls_give_the_bits_of_the_reference() -> None:
     run_processes(_calls, 2, backend="cpu:gloo", timeout=240)
 
 
 def _several(rank: int, world_size: int) -> None:
     """Two rows and two results a process, one of them empty: keys that zigzag chunks need, and their gradients."""
-    owners, device = (0, 1, 1, 0), torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    owners, device = (0, 1, 1, 0), torch.device("cuda", torch.cuda.current_device())
     t = PeerTransport(dist.group.WORLD, owners, device, timeout=60, staging_bytes=1 << 20)
     state, made = torch.zeros(1, dtype=torch.int64), 0
     for n in (1, 90, 20_000):
@@ -99,7 +89,7 @@ def _several(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.gpu
-def test_bound_calls_of_several_rows_give_the_bits_of_the_reference(gpus: None) -> None:
+def test_bound_calls_of_several_rows_give_the_bits_of_the_reference() -> None:
     run_processes(_several, 2, backend="cpu:gloo", timeout=240)
 
 
@@ -128,7 +118,7 @@ def _captured(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.gpu
-def test_bound_calls_are_captured_after_an_eager_one(gpus: None) -> None:
+def test_bound_calls_are_captured_after_an_eager_one() -> None:
     run_processes(_captured, 2, backend="cpu:gloo", timeout=240)
 
 
@@ -170,7 +160,7 @@ def _refused(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.gpu
-def test_what_is_refused_changes_nothing_and_a_failure_is_final(gpus: None) -> None:
+def test_what_is_refused_changes_nothing_and_a_failure_is_final() -> None:
     for message in run_processes(_refused, 2, backend="cpu:gloo", timeout=120):
         assert "process 1 did not come within 3 s" in message
 
@@ -197,15 +187,14 @@ def _other_call(rank: int, world_size: int, what: str) -> str:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", ["number", "op"])
-def test_processes_in_different_calls_get_an_error(gpus: None, what: str) -> None:
+def test_processes_in_different_calls_get_an_error(what: str) -> None:
     for message in run_processes(_other_call, 2, what, backend="cpu:gloo", timeout=120):
         assert "out of step" in message and "in another call" in message
 
 
 def _shared(rank: int, world_size: int, calls: int) -> None:
     """Groups of two and of five virtual ranks take turns on one workspace, which goes with the last of them."""
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = torch.device("cuda", torch.cuda.current_device())
     two, five = open_transport(rank), PeerTransport(dist.group.WORLD, (0, 1, 1, 0, 1), device, timeout=60)
     assert two._workspace is five._workspace and two.workspace_bytes == five.workspace_bytes < 16 << 20
     pick, tests = random.Random(7), [RandomCalls(two, 1), RandomCalls(five, 2)]
@@ -222,5 +211,5 @@ def _shared(rank: int, world_size: int, calls: int) -> None:
 
 
 @pytest.mark.gpu
-def test_groups_share_a_workspace(gpus: None) -> None:
+def test_groups_share_a_workspace() -> None:
     run_processes(_shared, 2, 60, backend="cpu:gloo", timeout=240)

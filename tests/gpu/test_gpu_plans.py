@@ -12,6 +12,7 @@ import torch
 
 from shardsum import ShardGroup
 from shardsum.core import reference
+from tests.gpus import marks
 from tests.group.test_group import exchange_in_processes
 from tests.processes import run_processes
 from tests.values import assert_same, random_values
@@ -20,36 +21,18 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-ONE_GPU = pytest.param("cpu:gloo", id="one GPU")
-TWO_GPUS = pytest.param(
-    "nccl",
-    id="two GPUs",
-    marks=[
-        pytest.mark.multi_gpu,
-        pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-    ],
-)
-places = pytest.mark.parametrize("backend", [ONE_GPU, TWO_GPUS])
+backends = pytest.mark.parametrize("backend", ["cpu:gloo", pytest.param("nccl", marks=marks(2))])
 
 
-@pytest.fixture(autouse=True)
-def shared_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    if request.node.callspec.params["backend"] == "cpu:gloo":
-        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
-
-
-def device(rank: int) -> torch.device:
-    where = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(where)
-    return where
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def by_peers(rank: int, world_size: int, seed: int, problems: int) -> None:
-    exchange_in_processes(rank, world_size, "peer", seed, problems, str(device(rank)))
+    exchange_in_processes(rank, world_size, "peer", seed, problems, str(device()))
 
 
-@places
+@backends
 def test_every_collective_equals_reference(backend: str) -> None:
     run_processes(by_peers, 2, 5, 3, backend=backend, timeout=240)
 
@@ -61,7 +44,7 @@ def odd(x: torch.Tensor, form: int) -> torch.Tensor:
 
 def random_repeats(rank: int, world_size: int, calls: int) -> None:
     """Few signatures in random order, with tensors that take different ways on different processes."""
-    group = ShardGroup(2, transport="peer", device=device(rank))
+    group = ShardGroup(2, transport="peer", device=device())
     shared, own = random.Random(1), random.Random(2 + rank)
     for call in range(calls):
         lengths, dtype = shared.choice(([7, 4], [4, 7], [7, 0])), shared.choice((torch.float32, torch.bfloat16))
@@ -83,14 +66,14 @@ def random_repeats(rank: int, world_size: int, calls: int) -> None:
         group.all_reduce(x, [True, 7], size=9)
 
 
-@places
+@backends
 def test_random_repeated_calls(backend: str) -> None:
     run_processes(random_repeats, 2, 400 if backend == "nccl" else 60, backend=backend, timeout=240)
 
 
 def held_plans(rank: int, world_size: int, steps: int) -> None:
     """Every kind of plan, with and without out, a gradient, shards that are not contiguous, and refusals between."""
-    group = ShardGroup(2, transport="peer", device=device(rank))
+    group = ShardGroup(2, transport="peer", device=device())
     lengths, held, wanted = [40, 7], [(0, 40), (0, 7)], [(2, 38), (30, 30)]
     kinds = dict(row_shape=(24,), dtype=torch.bfloat16)
     whole = group.plan("all_reduce", lengths, size=40, **kinds)
@@ -137,14 +120,14 @@ def held_plans(rank: int, world_size: int, steps: int) -> None:
         squared.backward()
 
 
-@places
+@backends
 def test_held_plans(backend: str) -> None:
     run_processes(held_plans, 2, 4 if backend == "nccl" else 2, backend=backend, timeout=240)
 
 
 def repeated_on_streams(rank: int, world_size: int) -> None:
     """Each call takes the result of the one before, which ran on another stream: first on the default one for long."""
-    group = ShardGroup(2, transport="peer", device=device(rank))
+    group = ShardGroup(2, transport="peer", device=device())
     rows = [random_values((64, 256), torch.float32, r).nan_to_num(1.0, 2.0, 3.0) for r in range(2)]
     expected = reference.ragged_sum(rows, [0, 0], 64, out_dtype=torch.float32)
     streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
@@ -163,6 +146,6 @@ def repeated_on_streams(rank: int, world_size: int) -> None:
     assert_same(buffers[1], expected * 2.0**59)
 
 
-@places
+@backends
 def test_repeated_calls_on_changing_streams(backend: str) -> None:
     run_processes(repeated_on_streams, 2, backend=backend, timeout=240)

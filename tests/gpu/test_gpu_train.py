@@ -19,6 +19,7 @@ import torch
 
 from shardsum.tools.compare_runs import compare_runs
 from shardsum.tools.train import GroupConfig, ModelConfig, RunConfig, TrainConfig, run
+from tests.gpus import needs_gpus
 from tests.processes import run_processes
 
 pytestmark = [
@@ -44,7 +45,7 @@ def config(folder: Path, parallel: str, precision: str, placement: str, steps: i
 
 def _train(rank: int, world_size: int, configs: list[RunConfig]) -> list[tuple[str, float, float]]:
     """Hash, first and last loss of every run."""
-    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
     with contextlib.redirect_stdout(io.StringIO()):
         results = [run(c) for c in configs]
     return [(r.hash, r.losses[0].item(), r.losses[-1].item()) for r in results]
@@ -89,8 +90,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_gpus(2)
 @pytest.mark.parametrize("mode", MODES, ids="-".join)
 def test_two_gpus_have_the_hash_of_one(
     alone: Callable[[str], Path], together: Path, mode: tuple[str, str, str]
@@ -99,8 +99,7 @@ def test_two_gpus_have_the_hash_of_one(
     assert_same_runs(alone(name), together / name)
 
 
-@pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_gpus(2)
 def test_a_checkpoint_of_two_gpus_goes_on_on_one(alone: Callable[[str], Path], together: Path, tmp_path: Path) -> None:
     shutil.copytree(together / "half", tmp_path / "resumed")
     train(1, [dataclasses.replace(config(tmp_path / "resumed", *MODES[0]), resume="required")])

@@ -1,8 +1,8 @@
 """The peer transport. First its arithmetic on the CPU; then the real thing on GPUs, against reference.py bit for bit.
 
-The `gpu` tests run four processes on however many GPUs there are (several on one GPU: kernels that wait for each other
-take turns, so every call costs milliseconds); the `multi_gpu` tests one process a GPU. The protocol itself is put under
-load by tests/peer/cuda/peer_stress.cu.
+The `gpu` tests run four processes on however many GPUs there are (where several share one, kernels that wait for each
+other take turns, so every call costs milliseconds); the `multi_gpu` tests two processes, each on a GPU. The protocol
+itself is put under load by tests/peer/cuda/peer_stress.cu.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from shardsum.transports.peer.peers import Peers
 from shardsum.transports.peer.shapes import Message
 from shardsum.transports.peer.transport import PeerTransport
 from shardsum.transports.peer.tuning import Tuning
+from tests.gpus import needs_gpus
 from tests.processes import run_processes
 from tests.values import assert_same, random_values
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 CALLS = int(os.environ.get("SHARDSUM_PEER_CALLS", "120"))
 
 
@@ -389,8 +389,7 @@ def test_a_row_that_starts_behind_the_result_holds_nothing(tmp_path: Path) -> No
 
 
 def open_transport(rank: int, num_ranks: int, placement: Any = "contiguous", **options: Any) -> PeerTransport:
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = torch.device("cuda", torch.cuda.current_device())
     owners = owners_of(num_ranks, dist.get_world_size(), placement)
     return PeerTransport(dist.group.WORLD, owners, device, timeout=60, **options)
 
@@ -480,12 +479,6 @@ def _random_calls(rank: int, world_size: int, num_ranks: int, placement: Any, ca
     return launches
 
 
-@pytest.fixture
-def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
-
-
 #: Small slots, pieces and inboxes, so that all happens at test sizes: rows are read, in two shots as soon as that saves
 #: anything; or they are written; or, of floats, pushed while they are summed.
 PIECES = Tuning(
@@ -505,15 +498,12 @@ STREAM = dict(
 @pytest.mark.parametrize(
     "num_ranks, placement, options", [(4, "contiguous", READ), (7, "zigzag", WRITE), (5, "zigzag", STREAM)]
 )
-def test_random_calls_of_processes_that_share_gpus(
-    shared_gpu: None, num_ranks: int, placement: str, options: dict
-) -> None:
+def test_random_calls_of_processes_that_share_gpus(num_ranks: int, placement: str, options: dict) -> None:
     launches = run_processes(_random_calls, 4, num_ranks, placement, CALLS, options, backend="cpu:gloo", timeout=240)
     assert len(set(launches)) == 1 and launches[0] >= CALLS
 
 
-@pytest.mark.multi_gpu
-@two_gpus
+@needs_gpus(2)
 @pytest.mark.parametrize("num_ranks, options", [(2, {}), (8, READ), (5, WRITE), (2, STREAM), (5, STREAM)])
 def test_random_calls_one_process_a_gpu(num_ranks: int, options: dict) -> None:
     run_processes(_random_calls, 2, num_ranks, "zigzag", 4 * CALLS, options, backend="cpu:gloo", timeout=240)
@@ -568,12 +558,11 @@ def _graph(rank: int, world_size: int, replays: int) -> int:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_graph_replays_follow_device_lengths(shared_gpu: None) -> None:
+def test_graph_replays_follow_device_lengths() -> None:
     assert run_processes(_graph, 4, 100, backend="cpu:gloo", timeout=240) == [0] * 4
 
 
-@pytest.mark.multi_gpu
-@two_gpus
+@needs_gpus(2)
 def test_a_thousand_graph_replays_follow_device_lengths() -> None:
     assert run_processes(_graph, 2, 1000, backend="cpu:gloo", timeout=240) == [0] * 2
 
@@ -603,20 +592,18 @@ def _streams(rank: int, world_size: int) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_calls_on_changing_streams(shared_gpu: None) -> None:
+def test_calls_on_changing_streams() -> None:
     run_processes(_streams, 4, backend="cpu:gloo", timeout=240)
 
 
-@pytest.mark.multi_gpu
-@two_gpus
+@needs_gpus(2)
 def test_calls_on_changing_streams_on_two_gpus() -> None:
     run_processes(_streams, 2, backend="cpu:gloo", timeout=240)
 
 
 def _absent(rank: int, world_size: int) -> str:
     """The last process skips the second call: everybody hears who is missing, soon, and nothing is wrong or hangs."""
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = torch.device("cuda", torch.cuda.current_device())
     t = PeerTransport(dist.group.WORLD, tuple(range(world_size)), device, timeout=3)
     n = 10000
     plan = ExchangePlan(((0, n),) * world_size, t.owners, ((0, n),) * world_size, t.owners, world_size)
@@ -643,12 +630,11 @@ def _absent(rank: int, world_size: int) -> str:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_process_that_never_comes_is_named(shared_gpu: None) -> None:
+def test_a_process_that_never_comes_is_named() -> None:
     for message in run_processes(_absent, 3, backend="cpu:gloo", timeout=120):
         assert "process 2 did not come" in message
 
 
-@pytest.mark.multi_gpu
-@two_gpus
+@needs_gpus(2)
 def test_a_process_that_never_comes_is_named_on_two_gpus() -> None:
     run_processes(_absent, 2, backend="cpu:gloo", timeout=120)

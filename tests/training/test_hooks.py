@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardsum import ShardGroup
 from shardsum.core import bits, reference
 from shardsum.training.hooks import FSDPReduceScatter, HookState, ddp_comm_hook
+from tests.gpus import marks, needs_gpus
 from tests.processes import run_processes
 
 STEPS = 10
@@ -367,11 +368,11 @@ def test_hsdp_adds_shards_and_replicas_in_one_order(dims: int, wire: Any) -> Non
     _check_hsdp(run_processes(_hsdp, 4, dims, wire))
 
 
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("dims, processes", [(1, 2), (1, 4), (2, 4)])  # a mesh of (2, 1) is refused
+@pytest.mark.parametrize(
+    "dims, processes",  # a mesh of (2, 1) is refused
+    [pytest.param(d, n, marks=marks(n)) for d, n in [(1, 2), (1, 4), (2, 4)]],
+)
 def test_hsdp_on_gpus(dims: int, processes: int) -> None:
-    if torch.cuda.device_count() < processes:
-        pytest.skip(f"needs {processes} GPUs")
     _check_hsdp(run_processes(_hsdp, processes, dims, None, "cuda", backend="nccl"))
 
 
@@ -533,14 +534,11 @@ def test_a_layer_that_some_processes_do_not_use_is_named(layers: bool, known: bo
         assert f"gradients of FSDP {name}: " in message and "set_reduce_scatter_unused_params(True)" in message
 
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
 def _ddp_on_gpu(rank: int, world_size: int, wire: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The gradients of a plain backward pass here, and those that DDP leaves."""
     module = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]).cuda()
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank)).cuda()
-    ddp = DistributedDataParallel(module, device_ids=[rank], bucket_cap_mb=0.3)
+    ddp = DistributedDataParallel(module, device_ids=[torch.cuda.current_device()], bucket_cap_mb=0.3)
     module(x).square().sum().backward()
     plain = [p.grad.clone().cpu() for p in module.parameters()]
     ddp.register_comm_hook(HookState.for_mean_loss(ShardGroup(), wire_dtype=wire), ddp_comm_hook)
@@ -550,8 +548,7 @@ def _ddp_on_gpu(rank: int, world_size: int, wire: Any) -> tuple[list[torch.Tenso
     return plain, [p.grad.cpu() for p in module.parameters()]
 
 
-@pytest.mark.multi_gpu
-@two_gpus
+@needs_gpus(2)
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
 def test_ddp_on_gpus_gives_the_mean_in_rank_order(wire: Any) -> None:
     results = run_processes(_ddp_on_gpu, 2, wire, backend="nccl")
@@ -576,8 +573,7 @@ def _fsdp_on_gpu(rank: int, world_size: int) -> tuple[torch.Tensor, list[torch.T
     return out.cpu(), [p.grad.full_tensor().cpu() for p in model.parameters()]
 
 
-@pytest.mark.multi_gpu
-@two_gpus
+@needs_gpus(2)
 def test_fsdp_on_gpus() -> None:
     results = run_processes(_fsdp_on_gpu, 2, backend="nccl")
     rows = [torch.randn(2000, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(2)]
