@@ -105,7 +105,7 @@ class Executor:
         self.last = route
         wire, calls = self.wire, self.calls
         if wire is not None:
-            wire.traffic.sent = wire.traffic.received = 0
+            wire.sent = wire.received = 0
             if stamp is not None:
                 wire.begin(stamp, calls.call, calls.origin, beside)
 
@@ -262,8 +262,8 @@ class Carried(Prepared):
         results, wire = self._results(shards[0], outs), self._executor.wire
         assert wire is not None
         number = self._executor.peer_number()
-        steps = carry.run(self._schedule, shards, results, self._reduce, wire, self._batched, self._launches, number)
-        return Job(results, steps, True, wire)
+        run = carry.Run(self._schedule, shards, results, self._reduce, wire, self._batched, self._launches, number)
+        return Job(results, run.steps(), True, wire)
 
 
 def fill(out: Tensor, rows: Rows, reduce: Reduce) -> None:

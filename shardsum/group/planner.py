@@ -84,8 +84,8 @@ class Planner:
         executor = self.executor
         if executor.last is None:
             raise RuntimeError("stats: no collective has run in this group")
-        traffic = executor.wire.traffic if executor.wire is not None else None
-        return Stats(executor.last, traffic.sent if traffic else 0, traffic.received if traffic else 0)
+        wire = executor.wire
+        return Stats(executor.last, wire.sent if wire is not None else 0, wire.received if wire is not None else 0)
 
     # What a call begins and ends with
 

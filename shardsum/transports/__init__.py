@@ -18,10 +18,10 @@ from .gather import Gather
 from .local import Local
 from .stamps import Stamp, stamp
 from .tagged import TaggedWire
-from .wire import Traffic, Wire
+from .wire import Wire
 
 TRANSPORTS: dict[str, Transport] = {t.name: t for t in (Local(), Gather(), AllToAll())}
 
 __all__ = [
-    "TRANSPORTS", "Layout", "Mover", "Pending", "Rows", "Stamp", "TaggedWire", "Traffic", "Transport", "Wire", "stamp",
+    "TRANSPORTS", "Layout", "Mover", "Pending", "Rows", "Stamp", "TaggedWire", "Transport", "Wire", "stamp",
 ]  # fmt: skip

@@ -9,8 +9,9 @@ processes of a domain have peer memory, they fold together (:mod:`.carry_peers`)
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,26 +20,17 @@ from ..core.layout import length
 from ..core.numerics import accumulator_dtype
 from ..local import kernels
 from ..local.ops import readable
-from .carry_items import ACCUMULATORS, KINDS, RESULTS, ROWS, Item
+from .carry_items import ACCUMULATORS, KINDS, RESULTS, ROWS, Item, Message
 from .carry_peers import Ready, Reduce, joined
-from .carry_schedule import Fold, Parcel, Place, Schedule
-from .links import Links, Transfer
+from .carry_schedule import Fold, Place, Schedule
 from .wire import Wire
 
 _AHEAD = 2  # steps by which receives are posted, and rows sent, before a fold needs them (gloo)
+_MOST_SENDS = 64  # that nobody has waited for (gloo)
 
 
-def run(
-    plan: Schedule,
-    shards: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    reduce: Reduce,
-    wire: Wire,
-    batched: bool = False,
-    launches: Mapping[int, Sequence[Ready]] | None = None,
-    number: int = 0,
-) -> Iterator[None]:
-    """Sum ``shards`` into ``outs``; a generator that stops once after the first transfers have started.
+class Run:
+    """One call. All tensors are ``(positions, width)`` inside.
 
     Args:
         plan: this process's part of a :class:`.carry_plan.CarryPlan`, which is the same on all processes.
@@ -50,15 +42,6 @@ def run(
         launches: of every step, where the domain folds over peer memory (of a plan without ``rows``).
         number: of the call, for these.
     """
-    if shards[0].shape[1:].numel() == 0:
-        return
-    if batched:
-        wire.meet(shards[0].device)
-    yield from _Run(plan, shards, outs, reduce, Links(wire, batched), launches, number).steps()
-
-
-class _Run:
-    """One call of :func:`run`. All tensors are ``(positions, width)`` here."""
 
     def __init__(
         self,
@@ -66,24 +49,31 @@ class _Run:
         shards: Sequence[Tensor],
         outs: Sequence[Tensor],
         reduce: Reduce,
-        links: Links,
+        wire: Wire,
+        batched: bool,
         launches: Mapping[int, Sequence[Ready]] | None,
         number: int,
     ) -> None:
+        self.plan, self.reduce, self.wire, self.batched = plan, reduce, wire, batched
         self.launches, self.number = launches, number
-        self.plan, self.reduce, self.links = plan, reduce, links
         self.first, self.width = shards[0], shards[0].shape[1:].numel()
         self.dtypes = dict(zip(KINDS, (self.first.dtype, accumulator_dtype(self.first.dtype), reduce.dtype)))
         self.shards = {r: _flat(x, self.width) for r, x in zip(plan.sources, shards)}
         self.readable = {r: readable(x) for r, x in self.shards.items()}
         self.outs = [_flat(out, self.width) for out in outs]
         self.rows: dict[tuple[int, int], Tensor] = {}  # received, by (piece, source)
-        self.parcels: dict[Parcel, Tensor] = {}  # accumulators that have come; what is folded into what is sent
+        self.folded: dict[Message, Tensor] = {}  # accumulators that have come; what is folded into what is sent
         self.results: dict[int, Tensor] = {}  # by piece, of those that this process has but does not want
-        self.arriving: dict[int, list[tuple[Parcel, Tensor, Transfer]]] = defaultdict(list)
+        self.arriving: dict[int, list[tuple[Message, Tensor, Any]]] = defaultdict(list)
+        self.sent: deque[tuple[Tensor, Any]] = deque()  # with what the wire waits for
 
     def steps(self) -> Iterator[None]:
-        last, batched = max(self.plan.steps, 1 + max(self.launches or (), default=-1)), self.links.batched
+        """Sum the shards; stops once after the first transfers have started."""
+        if self.width == 0:
+            return
+        last, batched = max(self.plan.steps, 1 + max(self.launches or (), default=-1)), self.batched
+        if batched:
+            self.wire.meet(self.first.device)
         for sink, begin, end in self.plan.gaps:
             self.outs[sink][begin:end].fill_(self.reduce.empty)
         for step in range(1 if batched else 1 + _AHEAD):
@@ -93,8 +83,8 @@ class _Run:
         for step in range(last):
             self.post_early(step + 1 if batched else step + 1 + _AHEAD)
             if batched:
-                if self.launches is not None:
-                    self.links.settle()
+                if self.launches is not None:  # see docs/engineering/peer.md, "Beside NCCL"
+                    self.wait(self.batch)
                 self.post_late(step + 1)
             self.take(step, ROWS)
             self.take(step, ACCUMULATORS)
@@ -104,46 +94,54 @@ class _Run:
             else:
                 for fold in self.plan.folds.get(step, ()):
                     self.fold(fold)
-            for parcel in self.plan.receives.get(step, ()):
-                if parcel.kind == ACCUMULATORS:
-                    del self.parcels[parcel]
+            for message in self.plan.receives.get(step, ()):
+                if message.kind == ACCUMULATORS:
+                    del self.folded[message]
             if not batched:
                 self.post_late(step + 1)
         for step in range(last):
             self.take(step, RESULTS)
-        self.links.finish()
+        for _, transfer in self.sent:
+            self.wait(transfer)
         for sink, begin, first_sink, first, n in self.plan.shared:  # they have come to the first of them
             self.outs[sink][begin : begin + n] = self.outs[first_sink][first : first + n]
-        self.links.wire.verify(self.outs)
+        self.wire.verify(self.outs)
 
     # Transfers
 
     def post_early(self, step: int) -> None:
         """Receive what arrives in a step, and send the rows that do."""
-        for parcel in self.plan.receives.get(step, ()):
-            if parcel.kind == RESULTS and len(parcel.items) == 1:
-                tensor = self.result(parcel.items[0])
+        for message in self.plan.receives.get(step, ()):
+            if message.kind == RESULTS and len(message.items) == 1:
+                tensor = self.result(message.items[0])
             else:
-                tensor = self.new(parcel.positions, parcel.kind)
-            self.arriving[step].append((parcel, tensor, self.links.receive(tensor, parcel.peer, parcel.number)))
-        for parcel in self.plan.sends.get(step, ()):
-            if parcel.kind == ROWS:
-                self.send(parcel, [self.row(item) for item in parcel.items])
+                tensor = self.new(message.positions, message.kind)
+            transfer = self.wire.recv(tensor, message.sender, message.number)
+            self.arriving[step].append((message, tensor, transfer))
+        for message in self.plan.sends.get(step, ()):
+            if message.kind == ROWS:
+                self.send(message, [self.row(item) for item in message.items])
 
     def post_late(self, step: int) -> None:
         """Send what has been folded, or received, by now."""
-        for parcel in self.plan.sends.get(step, ()):
-            if parcel.kind == RESULTS:
+        for message in self.plan.sends.get(step, ()):
+            if message.kind == RESULTS:
                 self.take(step - self.plan.carry.lag, RESULTS)  # which this process may only pass on
-            if parcel.is_filled:
-                self.send(parcel, [self.parcels.pop(parcel) if parcel.kind == ACCUMULATORS else self.parcels[parcel]])
-            elif parcel.kind == RESULTS:
-                self.send(parcel, [self.result(item) for item in parcel.items])
-        self.links.flush()
+            if message.is_filled:
+                self.send(message, [self.folded.pop(message) if message.kind == ACCUMULATORS else self.folded[message]])
+            elif message.kind == RESULTS:
+                self.send(message, [self.result(item) for item in message.items])
+        self.batch = self.wire.flush()
 
-    def send(self, parcel: Parcel, parts: list[Tensor]) -> None:
+    def send(self, message: Message, parts: list[Tensor]) -> None:
         data = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self.links.send(data, parcel.peer, parcel.number)
+        self.sent.append((data, self.wire.send(data, message.receiver, message.number)))
+        if len(self.sent) > _MOST_SENDS and not self.batched:
+            self.wait(self.sent.popleft()[1])
+
+    def wait(self, transfer: Any) -> None:
+        """Until it is done: the host on gloo, at most the timeout; the current stream on CUDA."""
+        self.wire.wait(transfer, self.first.device)
 
     def take(self, step: int, kind: str) -> None:
         """Wait for what arrives of a kind in a step, and put it where it is looked for."""
@@ -151,17 +149,17 @@ class _Run:
         if not arriving:
             return
         self.arriving[step] = [entry for entry in arriving if entry[0].kind != kind]
-        for parcel, tensor, transfer in arriving:
-            if parcel.kind != kind:
+        for message, tensor, transfer in arriving:
+            if message.kind != kind:
                 continue
-            self.links.wait(transfer)
+            self.wait(transfer)
             if kind == ACCUMULATORS:
-                self.parcels[parcel] = tensor
+                self.folded[message] = tensor
             elif kind == ROWS:
-                for item, part in zip(parcel.items, readable(tensor).split(parcel.sizes)):
+                for item, part in zip(message.items, readable(tensor).split(message.sizes)):
                     self.rows[item.piece, item.number] = part
-            elif len(parcel.items) > 1:
-                torch._foreach_copy_([self.result(item) for item in parcel.items], tensor.split(parcel.sizes))
+            elif len(message.items) > 1:
+                torch._foreach_copy_([self.result(item) for item in message.items], tensor.split(message.sizes))
 
     # Where things lie
 
@@ -184,10 +182,10 @@ class _Run:
             return self.results[piece]
         if isinstance(where, int):
             whole = self.outs[where]
-        elif where in self.parcels:
-            whole = self.parcels[where]
+        elif where in self.folded:
+            whole = self.folded[where]
         else:
-            whole = self.parcels[where] = self.new(where.positions, where.kind)
+            whole = self.folded[where] = self.new(where.positions, where.kind)
         return whole if n == whole.shape[0] else whole[first : first + n]
 
     # Arithmetic
@@ -211,7 +209,7 @@ class _Run:
             accumulators = joined([self.at(p, n, index) for p, n, (index, _) in zip(came, sizes, launch.folds)])
         places = [self.plan.written(index, number) for index, number in launch.folds]
         outs = [self.at(p, n, index) for p, n, (index, _) in zip(places, sizes, launch.folds)]
-        spoils = self.links.wire.spoils()
+        spoils = self.wire.spoils()
         ready.call(outs, rows, ready.bounds, None, None, self.number, accumulators, launch.carried, spoils)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -52,21 +53,32 @@ class Item(NamedTuple):
     number: int
 
 
-class Message(NamedTuple):
-    """What ``sender`` gives to ``receiver`` in one step, one item behind the other."""
+@dataclass(eq=False)
+class Message:
+    """What ``sender`` gives to ``receiver`` in one step, one item behind the other.
+
+    Attributes:
+        is_filled: whether its items are folded into it where they are sent from, so that nothing is copied.
+        sizes: positions of each item.
+    """
 
     step: int
     kind: str
     sender: int
     receiver: int
     items: tuple[Item, ...]
+    is_filled: bool = False
+
+    def __post_init__(self) -> None:
+        self.sizes = [length(item.interval) for item in self.items]
+        self.positions = sum(self.sizes)
 
     @property
-    def positions(self) -> int:
-        return sum(length(item.interval) for item in self.items)
+    def number(self) -> int:
+        """It tells apart the messages of one call between two processes."""
+        return self.step * len(KINDS) + KINDS.index(self.kind)
 
     @property
     def placed(self) -> list[tuple[Item, int]]:
         """Every item and the position in the message at which it begins."""
-        ends = accumulate((length(item.interval) for item in self.items), initial=0)
-        return list(zip(self.items, ends))
+        return list(zip(self.items, accumulate(self.sizes, initial=0)))

@@ -12,34 +12,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..core.layout import Interval, intersect, length
-from .carry_items import ACCUMULATORS, KINDS, RESULTS, ROWS, Message
+from .carry_items import ACCUMULATORS, RESULTS, ROWS, Message
 from .carry_plan import CarryPlan
 
 
-class Parcel:
-    """A message of this process.
-
-    Attributes:
-        kind, items: as of :class:`.carry_items.Message`.
-        positions: of all items.
-        sizes: of each item.
-        number: tells apart the messages of one call between two processes.
-        peer: the other process.
-        is_filled: whether its items are folded into it where they are sent from, so that nothing is copied.
-    """
-
-    def __init__(self, message: Message, process: int) -> None:
-        self.kind, self.items, self.is_filled = message.kind, message.items, False
-        self.sizes = [length(item.interval) for item in message.items]
-        self.positions = sum(self.sizes)
-        self.number = message.step * len(KINDS) + KINDS.index(message.kind)
-        self.peer = message.receiver if message.sender == process else message.sender
-
-
 class Place(NamedTuple):
-    """Positions from ``first`` on, of a parcel, of a hosted sink (its index), or of what is kept of a piece (None)."""
+    """Positions from ``first`` on, of a message, of a hosted sink (its index), or of what is kept of a piece (None)."""
 
-    where: Parcel | int | None
+    where: Message | int | None
     first: int
 
 
@@ -93,7 +73,7 @@ class Schedule:
 
     Attributes:
         sources, sinks: the hosted ones; of sinks the intervals.
-        receives, sends: parcels by step.
+        receives, sends: messages by step.
         folds: by step. Of what goes over peer memory there are launches instead (:mod:`.carry_peers`).
         steps: how many there are.
         gaps: wanted positions that no source holds: (sink, begin, end in it).
@@ -104,21 +84,21 @@ class Schedule:
         self.carry, self.process = carry, process
         self.sources = carry.plan.hosted_sources(process)
         self.sinks = [carry.plan.sinks[q] for q in carry.plan.hosted_sinks(process)]
-        self.sends: dict[int, list[Parcel]] = defaultdict(list)
-        self.receives: dict[int, list[Parcel]] = defaultdict(list)
+        self.sends: dict[int, list[Message]] = defaultdict(list)
+        self.receives: dict[int, list[Message]] = defaultdict(list)
         self.slots: dict[tuple[int, int], Place] = {}
         self._came: dict[tuple[int, int], Place] = {}
         self._results: dict[int, Place] = {}
         for message in carry.messages_of(process):
             if message.kind == ROWS and not rows:
                 continue
-            parcel, mine = Parcel(message, process), message.sender == process
-            (self.sends if mine else self.receives)[message.step].append(parcel)
+            mine = message.sender == process
+            (self.sends if mine else self.receives)[message.step].append(message)
             if message.kind == ACCUMULATORS or (mine and self._can_fill(message)):
-                parcel.is_filled = mine
+                message.is_filled = mine
                 places = self.slots if mine else self._came
                 for item, first in message.placed:
-                    places[item.piece, item.number] = Place(parcel, first)
+                    places[item.piece, item.number] = Place(message, first)
         self.steps = 1 + max((*self.sends, *self.receives, *(step for step, _, _ in self._stages)), default=-1)
         self.gaps = [
             (q, begin - lo, end - lo)

@@ -117,10 +117,9 @@ class TaggedWire(Wire):
         tag = self._tags + _CHUNKS + chunk & _TAGS
         return self._under_way([self._post(start, as_bytes(x), peer, tag)] if x.numel() else [])
 
-    def batch(
-        self, sends: Sequence[tuple[Tensor, int, int]], receives: Sequence[tuple[Tensor, int, int]]
-    ) -> Sequence[Any]:
-        return [*(self.send(*transfer) for transfer in sends), *(self.recv(*transfer) for transfer in receives)]
+    def flush(self) -> int:
+        """Nothing: transfers have started at once."""
+        return 0
 
     def fail(self, error: BaseException) -> None:
         """Refuse all further exchanges of this wire, and close its connections: the others, who may wait for what will

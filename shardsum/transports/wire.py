@@ -24,14 +24,6 @@ from .headers import BYTES, Headers, Received
 from .stamps import Begun, Stamp, Step
 
 
-@dataclass
-class Traffic:
-    """Bytes of shards and results that this process sent to and received from other processes (not of headers)."""
-
-    sent: int = 0
-    received: int = 0
-
-
 def as_bytes(x: Tensor) -> Tensor:
     """A flat ``uint8`` view of a contiguous tensor; itself, if it is one."""
     if x.dtype == torch.uint8 and x.dim() == 1:
@@ -48,7 +40,7 @@ _KNOWN = {torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int
 class Transfer:
     """What :meth:`Wire.wait` takes: what is under way, and the headers that come with it."""
 
-    works: Sequence[Any]
+    works: Sequence[Any] = ()
     received: Received | None = None
 
 
@@ -85,6 +77,7 @@ class Wire:
         headers: what tells messages apart. None: they are paired by something better than their order.
 
     Attributes:
+        sent, received: bytes of shards and results to and from other processes (not of headers).
         header_bytes: what every part of an :meth:`all_to_all` that is not empty begins with: its :meth:`header`.
     """
 
@@ -94,7 +87,8 @@ class Wire:
         self.group, self.timeout = group, timeout
         self.rank, self.world_size = rank, world_size
         self.headers, self.header_bytes = headers, 0 if headers is None else BYTES
-        self.traffic = Traffic()
+        self.sent = self.received = 0
+        self._forget_batch()
         self._step: Begun = (0, Stamp(0, "nothing"), 0)
         self._failed: str | None = None
         self._met = False
@@ -118,6 +112,7 @@ class Wire:
                 the events of two streams that wait for each other.
         """
         self.close()
+        self._forget_batch()
         self._step = step = Step(self._step[0] + 1, stamp.of(origin), call)
         self._gathering.asyncOp = self._exchanging.asyncOp = beside
         if self.headers is not None:
@@ -145,8 +140,8 @@ class Wire:
         return Transfer(_works(work), self.headers.of_all(came, self.rank))
 
     def meet(self, device: torch.device) -> None:
-        """To be called before a :meth:`batch` in which some processes may take no part: where NCCL has not connected
-        them yet, it would wait for all of them. Collective."""
+        """To be called before a batch (:meth:`flush`) in which some processes may take no part: where NCCL has not
+        connected them yet, it would wait for all of them. Collective."""
         if not self._met:
             self.wait(self._gather([], []), device)
 
@@ -165,37 +160,50 @@ class Wire:
                 begins.append(end)
                 senders.append(process)
                 end += n
-        self.traffic.received += end - BYTES * len(senders)
-        self.traffic.sent += sum(in_splits) - BYTES * sum(map(bool, in_splits))
+        self.received += end - BYTES * len(senders)
+        self.sent += sum(in_splits) - BYTES * sum(map(bool, in_splits))
         departures.note(received, sent)
         exchange = getattr(self.group, "all_to_all_single", None) or self.group.alltoall_base
         work = exchange(received, sent, out_splits, in_splits, self._exchanging)
         return Transfer(_works(work), Received(received, begins, senders))
 
+    def _forget_batch(self) -> None:
+        self._batch = Transfer()
+        self._sends: list[tuple[Tensor, int]] = []
+        self._receives: list[tuple[Tensor, int]] = []
+
     def send(self, x: Tensor, peer: int, chunk: int) -> Any:
-        """Start sending the contiguous ``x`` to one process, which receives the same ``chunk`` of this exchange."""
-        return self.batch([(x, peer, chunk)], [])[0]
+        """Send the contiguous ``x`` to one process, which receives the same ``chunk`` of this exchange. It starts at
+        the next :meth:`flush`, at the latest."""
+        self._sends.append((x, peer))
+        return self._batch
 
     def recv(self, out: Tensor, peer: int, chunk: int) -> Any:
-        """Start receiving into the contiguous ``out`` what one process sends as the same ``chunk``."""
-        return self.batch([], [(out, peer, chunk)])[0]
+        """Receive into the contiguous ``out`` what one process sends as the same ``chunk``, likewise."""
+        self._receives.append((out, peer))
+        return self._batch
 
-    def batch(
-        self, sends: Sequence[tuple[Tensor, int, int]], receives: Sequence[tuple[Tensor, int, int]]
-    ) -> Sequence[Any]:
-        """Start :meth:`send` and :meth:`recv` of ``(tensor, peer, chunk)`` as one batch, which waits for no other. One
-        header goes from each process to each that it sends something.
+    def flush(self) -> Any:
+        """Start all that :meth:`send` and :meth:`recv` were given since the last time, as one batch, which waits for no
+        other. One header goes from each process to each that it sends something.
+
+        NCCL runs the transfers of a communicator one behind the other on one stream. Two processes that each waited for
+        the other's send first would never end.
 
         Returns:
-            What :meth:`wait` takes, one for each of ``sends``, then of ``receives``. Here it is one for all.
+            What :meth:`wait` takes for the whole batch.
         """
+        batch, sends, receives = self._batch, self._sends, self._receives
+        self._forget_batch()
+        if not sends and not receives:
+            return batch
         assert self.headers is not None
         self.headers.verify([])  # what is sent may be made of what has come
-        receivers, senders = (list(dict.fromkeys(peer for _, peer, _ in side)) for side in (sends, receives))
+        receivers, senders = (list(dict.fromkeys(peer for _, peer in side)) for side in (sends, receives))
         own, came = self.headers.own(), self.headers.room(len(senders))
         heads = came.split(BYTES) if len(senders) > 1 else (came,)
-        sent = [(own, peer) for peer in receivers] + [(_movable(x), peer) for x, peer, _ in sends]
-        received = list(zip(heads, senders)) + [(_movable(x), peer) for x, peer, _ in receives]
+        sent = [(own, peer) for peer in receivers] + [(_movable(x), peer) for x, peer in sends]
+        received = list(zip(heads, senders)) + [(_movable(x), peer) for x, peer in receives]
         departures.note(*(data for data, _ in (*sent, *received)))
         group, device = self.group, own.device
         if self._coalesces is None:
@@ -207,14 +215,14 @@ class Wire:
         works = [*works, *(group.recv([data], peer, 0) for data, peer in received)]
         if together:
             works = _works(group._end_coalescing(device))
-        self.traffic.sent += sum(x.nbytes for x, _, _ in sends)
-        self.traffic.received += sum(x.nbytes for x, _, _ in receives)
-        transfer = Transfer(works, Received(came, [BYTES * i for i in range(len(senders))], senders))
-        return [transfer] * (len(sends) + len(receives))
+        self.sent += sum(x.nbytes for x, _ in sends)
+        self.received += sum(x.nbytes for x, _ in receives)
+        batch.works, batch.received = works, Received(came, [BYTES * i for i in range(len(senders))], senders)
+        return batch
 
     def count(self, size: int, sent: int, received: int) -> None:
-        self.traffic.sent += size * sent
-        self.traffic.received += size * received
+        self.sent += size * sent
+        self.received += size * received
 
     def leave_open(self, finish: Callable[[], Any]) -> None:
         """Let a call rest before it has started all its transfers; ``finish`` completes it (:mod:`.opened`)."""

@@ -3,7 +3,6 @@ bit. NCCL refuses such processes: what travels between domains goes through the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -33,19 +32,22 @@ class ThroughTheHost(Wire):
     def meet(self, device: torch.device) -> None:
         """They have met."""
 
-    def batch(
-        self, sends: Sequence[tuple[torch.Tensor, int, int]], receives: Sequence[tuple[torch.Tensor, int, int]]
-    ) -> list[Any]:
-        here = [(torch.empty_like(x, device="cpu"), p, n) for x, p, n in receives]
-        works = self.cpu.batch([(x.cpu(), p, n) for x, p, n in sends], here)
-        into = [None] * len(sends) + [(x, buffer) for (x, _, _), (buffer, _, _) in zip(receives, here)]
-        return list(zip(works, into))
+    def send(self, x: torch.Tensor, peer: int, chunk: int) -> Any:
+        return self.cpu.send(x.cpu(), peer, chunk), None, None
+
+    def recv(self, out: torch.Tensor, peer: int, chunk: int) -> Any:
+        here = torch.empty_like(out, device="cpu")
+        return self.cpu.recv(here, peer, chunk), here, out
+
+    def flush(self) -> Any:
+        """Transfers have started at once."""
+        return 0, None, None
 
     def wait(self, transfer: Any, device: torch.device) -> None:
-        work, into = transfer
+        work, here, out = transfer
         self.cpu.wait(work, torch.device("cpu"))
-        if into is not None:
-            into[0].copy_(into[1])
+        if out is not None:
+            out.copy_(here)
 
 
 def on_one_gpu(ranks: int, placement: str | list[int], domains: list) -> ShardGroup:

@@ -124,7 +124,7 @@ def sums(rank: int, world: int, seeds: list[int], together: bool) -> list[str]:
         hosted = exchange.hosted_sinks(rank)
         outs = [torch.full_like(want[q], 77) for q in hosted]
         wire.begin(stamp("sum", {"problem": seed}), seed)
-        wire.traffic.sent = wire.traffic.received = 0
+        wire.sent = wire.received = 0
         batched = plan.lag == 2 and seed % 2 == 1  # as on NCCL
         shared, launches = plan.members[plan.domains[rank]], None
         if together and len(shared) > 1 and shards[0].shape[1:].numel():
@@ -135,7 +135,8 @@ def sums(rank: int, world: int, seeds: list[int], together: bool) -> list[str]:
                 carry_peers.launches_of(plan, rank), domains[shared], width, dtype, reduce, seed
             )
         schedule = carry.Schedule(plan, rank, rows=not together)
-        for _ in carry.run(schedule, mine or [shards[0][:0]], outs, reduce, wire, batched, launches, 77):
+        run = carry.Run(schedule, mine or [shards[0][:0]], outs, reduce, wire, batched, launches, 77)
+        for _ in run.steps():
             pass
         for q, out in zip(hosted, outs):
             if not bits.equal(out, want[q]):
@@ -144,8 +145,8 @@ def sums(rank: int, world: int, seeds: list[int], together: bool) -> list[str]:
         sizes = {ROWS: dtype.itemsize, ACCUMULATORS: accumulator_dtype(dtype).itemsize, RESULTS: reduce.dtype.itemsize}
         kinds = (ACCUMULATORS, RESULTS) if together else (ROWS, ACCUMULATORS, RESULTS)
         sent = sum(n * sizes[k] * width for (k, a, _), n in plan.traffic.items() if a == rank and k in kinds)
-        if wire.traffic.sent != sent:
-            wrong.append(f"problem {seed}: sent {wire.traffic.sent} bytes, predicted {sent}")
+        if wire.sent != sent:
+            wrong.append(f"problem {seed}: sent {wire.sent} bytes, predicted {sent}")
     return wrong
 
 

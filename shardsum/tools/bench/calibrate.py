@@ -96,8 +96,13 @@ def _of_gpus(group: ShardGroup, wire: Wire, memory: float, repeat: int) -> Costs
 
     def batch(size: int) -> float:
         mine, theirs = _bytes(size, device), _bytes(size, device)
-        sends, receives = [(mine, around[wire.rank], 0)], [(theirs, (wire.rank - 1) % world, 0)]
-        return seconds(lambda: wire.batch(sends, receives)[0]) - launch
+
+        def start() -> Any:
+            wire.send(mine, around[wire.rank], 0)
+            wire.recv(theirs, (wire.rank - 1) % world, 0)
+            return wire.flush()
+
+        return seconds(start) - launch
 
     def rate(time: float, latency: float, size: int) -> float:
         return size / max(time - latency, 1e-9) / 1e9
