@@ -121,7 +121,7 @@ class OneShot(Prepared):
         super().__init__(executor, terms, plan, route)
         n = route.chunks
         self._cuts = [plan.cut(i / n, (i + 1) / n) for i in range(n)] if n > 1 else [plan]
-        self._chunks = list(zip(self._cuts, self._movers(route.transport, self._cuts)))
+        self._chunks = list(zip(self._cuts, self._of_chunks(route.transport, self._cuts)))
 
     def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
         self._executor.begin(self.route, self._stamp, len(self._cuts) > 1)
@@ -153,7 +153,7 @@ class TwoShot(Prepared):
         super().__init__(executor, terms, plan, route)
         self._by_domain = by_domain
         cuts = two_shot_chunks(plan, route.chunks)
-        self._chunks = list(zip(cuts, self._movers("all_to_all", cuts)))
+        self._chunks = list(zip(cuts, self._of_chunks("all_to_all", cuts)))
         self._chunk_rows = rows_per_chunk(plan, route.chunks)
 
     def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..core.layout import ExchangePlan, length
-from ..transports import TRANSPORTS, Layout, Mover
+from ..transports import TRANSPORTS, Transport
 from .job import Job
 from .routes import Route, stamp_of
 from .terms import Terms
@@ -31,12 +31,12 @@ class Prepared:
         self.shapes = [(length(plan.sinks[q]), *terms.row_shape) for q in self._sinks]
         self._stamp, self._terms = stamp_of(terms, plan, route), terms
 
-    def _movers(self, transport: str, cuts: Sequence[ExchangePlan]) -> list[Mover]:
+    def _of_chunks(self, transport: str, cuts: Sequence[ExchangePlan]) -> list[Transport]:
         """What brings the rows of each chunk."""
         terms, rank, wire = self._terms, self._executor.rank, self._executor.wire
         head = 0 if wire is None else wire.header_bytes
-        prepare = TRANSPORTS[transport].prepare
-        return [prepare(Layout(cut, rank, tuple(terms.row_shape), terms.dtype, head)) for cut in cuts]
+        made = TRANSPORTS[transport]
+        return [made(cut, rank, tuple(terms.row_shape), terms.dtype, head) for cut in cuts]
 
     def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
         """Begin the exchange of contiguous shards ``(|I_r|, *F)``.

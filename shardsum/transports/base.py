@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from ..core.layout import ExchangePlan, Interval
 from .wire import Wire
 
 
-@dataclass
-class Rows:
+class Rows(NamedTuple):
     """What one sink sums: tensors ``(n_r, *F)`` in source order and their start relative to the sink's begin. What
     lies before or behind the sink does not count."""
 
@@ -22,90 +21,64 @@ class Rows:
     starts: list[int]
 
 
-class Picked(NamedTuple):
-    """The rows of one sink among the pieces of a process: which, and their starts."""
-
-    pieces: list[int]
-    starts: list[int]
-
-    def of(self, tensors: Sequence[Tensor]) -> Rows:
-        return Rows([tensors[i] for i in self.pieces], self.starts)
-
-
 @dataclass
 class Pending:
     """Transfers under way; ``sinks`` holds the rows of every hosted sink, readable after :meth:`wait`."""
 
     sinks: list[Rows]
-    works: list[Any] = field(default_factory=list)  # transfers of the wire
-    keep: Sequence[Tensor] = ()  # buffers that must live until the transfers end
+    transfer: Any = None  # of the wire; None: there is nothing to wait for
+    keep: Sequence[Tensor] = ()  # buffers that must live until it ends
 
     def wait(self, wire: Wire | None) -> list[Rows]:
-        for work in self.works:
+        if self.transfer is not None:
             assert wire is not None
-            wire.wait(work, self.keep[0].device)
-        self.works = []
+            wire.wait(self.transfer, self.keep[0].device)
+            self.transfer = None
         return self.sinks
 
 
-class Mover(Protocol):
+class Transport:
     """The exchange of one plan on one process, with everything decided that does not depend on tensors.
 
-    ``start`` takes the hosted sources (contiguous, ``(|I_r|, *F)``). It moves bytes and never reads a tensor's values
-    on the host.
-    """
-
-    def start(self, shards: Sequence[Tensor], wire: Wire | None) -> Pending: ...
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a :class:`Mover` is made for.
-
-    Attributes:
-        plan: the same on all processes, which start their movers in the same order.
+    Args:
+        plan: the same on all processes, which start their transfers in the same order.
         rank: this process.
         row_shape, dtype: of what the sources hold.
         header_bytes: of the wire (:attr:`.wire.Wire.header_bytes`).
     """
 
-    plan: ExchangePlan
-    rank: int
-    row_shape: tuple[int, ...]
-    dtype: torch.dtype
-    header_bytes: int
+    def __init__(
+        self, plan: ExchangePlan, rank: int, row_shape: tuple[int, ...], dtype: torch.dtype, header_bytes: int
+    ) -> None:
+        self.plan, self.rank, self.row_shape, self.dtype = plan, rank, row_shape, dtype
+        self.header_bytes, self.width = header_bytes, torch.Size(row_shape).numel()
+        self._decide()
 
-    @property
-    def width(self) -> int:
-        """Elements of a position."""
-        return torch.Size(self.row_shape).numel()
+    def _decide(self) -> None:
+        """Decide the rest, and :meth:`_place` what comes of it."""
+        raise NotImplementedError
 
-    @property
-    def row_bytes(self) -> int:
-        return self.width * self.dtype.itemsize
-
-    def pick(self, pieces: Sequence[tuple[Interval, int]]) -> list[Picked]:
-        """The rows of every hosted sink among pieces in source order: of each its interval, and which tensor it is."""
-        found = []
+    def _place(self, pieces: Sequence[tuple[Interval, int]]) -> None:
+        """Note the rows of every hosted sink among pieces in source order: of each its interval, and which of the
+        tensors of :meth:`_rows` it is."""
+        self._sinks: list[tuple[list[int], list[int]]] = []
         for q in self.plan.hosted_sinks(self.rank):
             lo, hi = self.plan.sinks[q]
             held = [(begin - lo, i) for (begin, end), i in pieces if max(begin, lo) < min(end, hi)]
-            found.append(Picked([i for _, i in held], [start for start, _ in held]))
-        return found
+            self._sinks.append(([i for _, i in held], [start for start, _ in held]))
 
+    def _rows(self, tensors: Sequence[Tensor]) -> list[Rows]:
+        return [Rows([tensors[i] for i in pieces], starts) for pieces, starts in self._sinks]
 
-class Transport(Protocol):
-    """Brings rows to the process that sums them.
+    def start(self, shards: Sequence[Tensor], wire: Wire | None) -> Pending:
+        """Begin to move the hosted sources (contiguous, ``(|I_r|, *F)``): bytes, whose values the host never reads."""
+        raise NotImplementedError
 
-    ``transfers`` predicts how many positions travel from which process to which: (sender, receiver, positions).
-    ``ring``: an all_gather passes them on around a ring (NCCL), else every process sends its own to all (gloo).
-    """
-
-    name: str
-
-    def prepare(self, layout: Layout) -> Mover: ...
-
-    def transfers(self, plan: ExchangePlan, ring: bool) -> Iterable[tuple[int, int, int]]: ...
+    @staticmethod
+    def transfers(plan: ExchangePlan, ring: bool) -> Iterable[tuple[int, int, int]]:
+        """What is predicted to travel: (sender, receiver, positions). ``ring``: an all_gather passes positions on
+        around a ring (NCCL), else every process sends its own to all (gloo)."""
+        raise NotImplementedError
 
 
 def all_gather_transfers(world_size: int, positions: int, ring: bool) -> Iterator[tuple[int, int, int]]:

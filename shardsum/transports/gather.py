@@ -12,30 +12,24 @@ import torch
 from torch import Tensor
 
 from ..core.layout import ExchangePlan, length
-from .base import Layout, Mover, Pending, all_gather_transfers
+from .base import Pending, Transport, all_gather_transfers
 from .wire import Wire
 
 
-class Gather:
-    name = "gather"
-
-    def prepare(self, layout: Layout) -> Mover:
-        return _Gather(layout)
-
-    def transfers(self, plan: ExchangePlan, ring: bool) -> Iterable[tuple[int, int, int]]:
-        return all_gather_transfers(plan.world_size, max(_held(plan)), ring)
-
-
-class _Gather:
+class Gather(Transport):
     """
     Attributes:
         _sizes: positions of all sources in the order in which they lie, each process's followed by what is not read.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        plan, held = layout.plan, _held(layout.plan)
-        self._layout, self._total, self._mine = layout, max(held), held[layout.rank]
-        self._bytes = plan.world_size * self._total * layout.row_bytes
+    @staticmethod
+    def transfers(plan: ExchangePlan, ring: bool) -> Iterable[tuple[int, int, int]]:
+        return all_gather_transfers(plan.world_size, max(_held(plan)), ring)
+
+    def _decide(self) -> None:
+        plan, held = self.plan, _held(self.plan)
+        self._total, self._mine = max(held), held[self.rank]
+        self._bytes = plan.world_size * self._total * self.width * self.dtype.itemsize
         self._sizes: list[int] = []
         places = {}
         for process, n in enumerate(held):
@@ -43,20 +37,20 @@ class _Gather:
                 places[r] = len(self._sizes)
                 self._sizes.append(length(plan.sources[r]))
             self._sizes.append(self._total - n)
-        self._picked = layout.pick([(interval, places[r]) for r, interval in enumerate(plan.sources)])
+        self._place([(interval, places[r]) for r, interval in enumerate(plan.sources)])
 
     def start(self, shards: Sequence[Tensor], wire: Wire | None) -> Pending:
         assert wire is not None
-        layout, first = self._layout, shards[0]
+        first = shards[0]
         if self._mine < self._total:
-            mine = first.new_empty((self._total, *layout.row_shape))
+            mine = first.new_empty((self._total, *self.row_shape))
             torch.cat(list(shards), out=mine[: self._mine])
         else:
             mine = first if len(shards) == 1 else torch.cat(list(shards))
         everyone = torch.empty(self._bytes, dtype=torch.uint8, device=first.device)
-        works = [wire.all_gather(everyone, mine)] if self._bytes else []
-        rows = everyone.view(layout.dtype).view(sum(self._sizes), *layout.row_shape).split(self._sizes)
-        return Pending([sink.of(rows) for sink in self._picked], works, [everyone, mine])
+        transfer = wire.all_gather(everyone, mine) if self._bytes else None
+        rows = everyone.view(self.dtype).view(sum(self._sizes), *self.row_shape).split(self._sizes)
+        return Pending(self._rows(rows), transfer, [everyone, mine])
 
 
 def _held(plan: ExchangePlan) -> list[int]:
