@@ -59,6 +59,7 @@ class Bench:
         self.side = dist.new_group(backend="gloo")
         self.owners = tuple(range(self.world_size))
         self.peer = PeerTransport(dist.group.WORLD, self.owners, self.device, timeout=20, tuning=tuning)
+        self.peer.set_up()
         self.rows: list[Row] = []
 
     # Timing

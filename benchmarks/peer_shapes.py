@@ -34,7 +34,8 @@ class Shapes:
     def transport(self, num_ranks: int, placement: str) -> PeerTransport:
         if (num_ranks, placement) not in self.transports:
             owners, world = owners_of(num_ranks, 2, placement), dist.distributed_c10d._get_default_group()
-            self.transports[num_ranks, placement] = PeerTransport(world, owners, self.device, timeout=20)
+            made = self.transports[num_ranks, placement] = PeerTransport(world, owners, self.device, timeout=20)
+            made.set_up()
         return self.transports[num_ranks, placement]
 
     def time(self, run: Callable[[int], None]) -> float:

@@ -272,15 +272,13 @@ void peer_call_new_list(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 // ---- any rows -----------------------------------------------------------------------------------------------------
-const void* device_bounds(const std::optional<TensorArg>& values, PeerCall& c) {
-  if (!values) return nullptr;
-  const TensorView view = values->view();
+void set_device_lengths(PeerCall& c, const TensorView& view) {
   const int32_t code = view.dtype_code();
   c.index64 = code == aoti_torch_dtype_int64();
   SHARDSUM_CHECK(c.index64 || code == aoti_torch_dtype_int32(), "lengths are neither int32 nor int64");
   SHARDSUM_CHECK(view.is_contiguous() && view.width(0) == c.num_sources, "one length a shard");
   SHARDSUM_CHECK(view.device_type() == aoti_torch_device_type_cuda(), "lengths are not on the device");
-  return view.data();
+  c.device_lengths = view.data();
 }
 
 // Sums that go on: the accumulators of all outputs, one behind the other.
@@ -297,30 +295,28 @@ void set_accumulators(PeerCall& c, const TensorView& accumulators, int64_t carri
   c.accumulators = positions * c.width > 0 ? accumulators.data() : nullptr, c.carried = static_cast<int32_t>(carried);
 }
 
-// peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, int number, Tensor plan,
+// peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? lengths, int number, Tensor plan,
 //          Tensor? accumulators, int carried, Tensor(c!)[] headers)
-// bounds: start and length of each shard; ignored where lengths is given (starts: None means 0, else lengths' dtype).
+// bounds: start and length of each shard; ignored where lengths is given, with which all rows start at 0.
 void peer_run(StableIValue* stack, uint64_t, uint64_t) {
-  TensorListArg outs(stack[0]), shards(stack[1]), headers(stack[9]);
+  TensorListArg outs(stack[0]), shards(stack[1]), headers(stack[8]);
   IntListArg bounds(stack[2]);
-  std::optional<TensorArg> starts, lengths, accumulators;
-  if (const auto handle = take_optional(stack[3])) starts.emplace(*handle);
-  if (const auto handle = take_optional(stack[4])) lengths.emplace(*handle);
-  if (const auto handle = take_optional(stack[7])) accumulators.emplace(*handle);
-  const TensorArg tensor(stack[6]);
+  std::optional<TensorArg> lengths, accumulators;
+  if (const auto handle = take_optional(stack[3])) lengths.emplace(*handle);
+  if (const auto handle = take_optional(stack[6])) accumulators.emplace(*handle);
+  const TensorArg tensor(stack[5]);
   Plan plan = read_whole_plan(tensor.view());
   PeerCall& c = plan.call;
-  c.number = static_cast<uint32_t>(torch::stable::detail::to<int64_t>(stack[5]));
+  c.number = static_cast<uint32_t>(torch::stable::detail::to<int64_t>(stack[4]));
   SHARDSUM_CHECK(shards.size() == c.num_sources && outs.size() == c.num_outputs, "the plan has other rows");
-  c.device_starts = device_bounds(starts, c);
-  c.device_lengths = device_bounds(lengths, c);
+  if (lengths) set_device_lengths(c, lengths->view());
   SHARDSUM_CHECK(c.device_lengths || bounds.size() == 2 * c.num_sources, "start and length of each shard");
   for (int i = 0; i < c.num_sources; ++i) {
     const bool on_device = c.device_lengths != nullptr;
     set_source(c, i, shards[i], on_device ? 0 : bounds[2 * i], on_device ? 0 : bounds[2 * i + 1]);
   }
   for (int q = 0; q < c.num_outputs; ++q) set_output(c, q, outs[q]);
-  if (accumulators) set_accumulators(c, accumulators->view(), torch::stable::detail::to<int64_t>(stack[8]));
+  if (accumulators) set_accumulators(c, accumulators->view(), torch::stable::detail::to<int64_t>(stack[7]));
   SHARDSUM_CHECK(headers.size() <= kPeerHeaders, "too many headers");
   for (int i = 0; i < headers.size(); ++i) {
     const TensorView header = headers[i];

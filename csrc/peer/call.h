@@ -124,8 +124,7 @@ struct alignas(16) PeerCall {
   PeerFailure* failure;
   int64_t timeout_ns;
 
-  const void* device_lengths;  // (num_sources,), or null; values are clamped
-  const void* device_starts;   // null: 0
+  const void* device_lengths;  // (num_sources,), or null; values are clamped, and rows start at 0
   bool index64;
   bool overlaps;  // the launch may begin while the kernel before it in the stream still runs
 

@@ -69,10 +69,9 @@ __device__ inline uint32_t clamped(const void* values, int i, bool index64, int6
   return uint32_t(min(max(v, int64_t(0)), limit));
 }
 
-// Source i with the bounds that the device holds.
+// Source i with the length that the device holds.
 static __device__ __noinline__ void describe_from_device(const PeerCall& c, int i, HeldRow& held) {
-  const uint32_t start = c.device_starts == nullptr ? 0 : clamped(c.device_starts, i, c.index64, c.size);
-  held = describe_held(c, i, start, clamped(c.device_lengths, i, c.index64, c.sources[i].capacity));
+  held = describe_held(c, i, 0, clamped(c.device_lengths, i, c.index64, c.sources[i].capacity));
 }
 
 // The tile map.

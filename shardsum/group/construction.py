@@ -17,7 +17,7 @@ from ..transports.domains import Domains, host
 from ..transports.domains import agree as agree_on_domains
 from ..transports.domains import check as check_domains
 from ..transports.peer.inside import inside_domains
-from ..transports.peer.peers import Peers
+from ..transports.peer.transport import PeerTransport
 from . import membership
 from .agreement import Agreement
 from .busy import refuse_at_exit
@@ -81,10 +81,13 @@ def construct(
     agreed = agree_on_domains(hosts if domains is None else domains, hosts)
     wire, peers = agreement.connect(max(map(owners.count, range(world_size))) + 1, where), None
     if pg is not None and wire is not None and (transport == "peer" or (transport == "auto" and where.type == "cuda")):
-        peers = Peers(pg, agreement.gather_objects, owners, where, limit.total_seconds(), workspace_bytes)
+        peers = PeerTransport(
+            pg, owners, where, timeout=limit.total_seconds(), workspace_bytes=workspace_bytes,
+            gather=agreement.gather_objects,
+        )  # fmt: skip
         if transport == "peer" and peers.reason is not None:
             raise ValueError(f'transport: "peer" cannot be used: {peers.reason}')
-    inside: Peers | None = None
+    inside: PeerTransport | None = None
     missing: str | None = None
     carries = transport == "carry" or (transport == "auto" and peers is not None and peers.reason is not None)
     folds = carries and where.type == "cuda" and 1 < agreed.count < world_size

@@ -23,8 +23,7 @@ from ..local.ops import readable
 from ..native import loader as native
 from ..transports import Rows, Stamp, Wire, carry, carry_peers, share
 from ..transports.peer.operators import MAX_ROW_DIMS
-from ..transports.peer.peers import Peers
-from ..transports.peer.transport import PreparedCall
+from ..transports.peer.transport import PeerTransport, PreparedCall
 from ..transports.peer.workspace import number_of
 from .job import Job
 from .prepared import Prepared
@@ -65,8 +64,8 @@ class Executor:
         wire: Wire | None,
         router: Router,
         calls: Calls,
-        peers: Peers | None = None,
-        inside: Peers | None = None,
+        peers: PeerTransport | None = None,
+        inside: PeerTransport | None = None,
     ) -> None:
         self.inside = inside
         self.owners, self.rank, self.wire, self.router, self.calls = tuple(owners), rank, wire, router, calls
@@ -77,7 +76,7 @@ class Executor:
         self.state = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     @property
-    def all_peers(self) -> list[Peers]:
+    def all_peers(self) -> list[PeerTransport]:
         """The peer transports that this process takes part in."""
         return [peers for peers in (self.peers, self.inside) if peers is not None]
 
@@ -210,7 +209,8 @@ class OverPeers(Prepared):
         dtype = torch.int64 if self._converts else terms.dtype
         width, reduce = torch.Size(terms.row_shape).numel(), terms.reduce
         said = fingerprint(terms, self._plan, self.route)
-        return peers.prepare(self._plan, width, dtype, reduce.dtype, reduce.op, reduce.scale, said.hash)
+        call = peers.prepare(self._plan, width, dtype, reduce.dtype, reduce.op, reduce.scale, signature=said.hash)
+        return call, peers.bounds(self._plan)
 
     @property
     def _converts(self) -> bool:

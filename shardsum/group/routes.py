@@ -24,7 +24,7 @@ from ..transports.carry_plan import CarryPlan
 from ..transports.costs import Costs, Load
 from ..transports.domains import Domains
 from ..transports.launches import of_rows
-from ..transports.peer.peers import Peers
+from ..transports.peer.transport import PeerTransport
 from .terms import Reduce, Terms
 
 #: Bytes of one chunk on the busiest process; a smaller message travels whole.
@@ -77,7 +77,7 @@ class Router:
         domains: Domains,
         transport: str,
         costs: Mapping[str, Costs],
-        peers: Peers | None = None,
+        peers: PeerTransport | None = None,
         inside: bool = False,
         not_inside: str | None = None,
     ) -> None:

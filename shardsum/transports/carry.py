@@ -210,7 +210,7 @@ class Run:
         places = [self.plan.written(index, number) for index, number in launch.folds]
         outs = [self.at(p, n, index) for p, n, (index, _) in zip(places, sizes, launch.folds)]
         spoils = self.wire.spoils()
-        ready.call(outs, rows, ready.bounds, None, None, self.number, accumulators, launch.carried, spoils)
+        ready.call(outs, rows, ready.bounds, None, self.number, accumulators, launch.carried, spoils)
 
 
 def _flat(x: Tensor, width: int) -> Tensor:

@@ -21,8 +21,7 @@ from ..core.layout import ExchangePlan, Interval, intersect, length
 from ..core.numerics import NATIVE_DTYPES, accumulator_dtype
 from .carry_plan import CarryPlan
 from .peer.layout import MAX_HOSTED
-from .peer.peers import Peers
-from .peer.prepared import PreparedCall
+from .peer.transport import PeerTransport, PreparedCall
 
 
 class Launch(NamedTuple):
@@ -87,7 +86,7 @@ def launches_of(carry: CarryPlan, process: int) -> dict[int, list[Launch]]:
 
 def prepare(
     launches: Mapping[int, Sequence[Launch]],
-    peers: Peers,
+    peers: PeerTransport,
     width: int,
     dtype: torch.dtype,
     reduce: Reduce,
@@ -107,7 +106,8 @@ def prepare(
         found[step] = []
         for x in several:
             last = (reduce.dtype, reduce.op, reduce.scale) if x.ends else (accumulator_dtype(dtype), "sum", None)
-            found[step].append(Ready(x, *peers.prepare(x.plan, width, read, *last, signature, x.goes_on)))
+            call = peers.prepare(x.plan, width, read, *last, signature=signature, goes_on=x.goes_on)
+            found[step].append(Ready(x, call, peers.bounds(x.plan)))
     return found
 
 

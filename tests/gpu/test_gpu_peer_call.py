@@ -24,7 +24,9 @@ WIDTH = 8
 
 def open_transport(rank: int, timeout: float = 60) -> PeerTransport:
     device = torch.device("cuda", torch.cuda.current_device())
-    return PeerTransport(dist.group.WORLD, (0, 1), device, timeout=timeout, staging_bytes=1 << 20)
+    transport = PeerTransport(dist.group.WORLD, (0, 1), device, timeout=timeout, staging_bytes=1 << 20)
+    transport.set_up()
+    return transport
 
 
 def _calls(rank: int, world_size: int) -> None:
@@ -196,7 +198,8 @@ def _shared(rank: int, world_size: int, calls: int) -> None:
     """Groups of two and of five virtual ranks take turns on one workspace, which goes with the last of them."""
     device = torch.device("cuda", torch.cuda.current_device())
     two, five = open_transport(rank), PeerTransport(dist.group.WORLD, (0, 1, 1, 0, 1), device, timeout=60)
-    assert two._workspace is five._workspace and two.workspace_bytes == five.workspace_bytes < 16 << 20
+    workspace = two.set_up()
+    assert workspace is five.set_up() and two.workspace_bytes == five.workspace_bytes < 16 << 20
     pick, tests = random.Random(7), [RandomCalls(two, 1), RandomCalls(five, 2)]
     for _ in range(calls):
         tests[pick.randrange(2)].run()
@@ -205,7 +208,7 @@ def _shared(rank: int, world_size: int, calls: int) -> None:
         tests[1].run()
     five.close()
     again = open_transport(rank)
-    assert again._workspace is not two._workspace
+    assert again.set_up() is not workspace
     RandomCalls(again, 3).run()
     again.close()
 

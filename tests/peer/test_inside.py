@@ -20,7 +20,7 @@ class Made:
 
     reason = None
 
-    def __init__(self, group: Any, gather: Any, owners: Any, device: Any, timeout: float, most: Any) -> None:
+    def __init__(self, group: Any, owners: Any, device: Any, *, gather: Any, **options: Any) -> None:
         self.group, self.gather, self.owners = group, gather, owners
 
 
@@ -41,7 +41,7 @@ def constructed(group: dist.ProcessGroup, timeout: float) -> Made:
 
 
 def groups_of_one_domain(rank: int, world_size: int) -> None:
-    inside.Peers = Made  # type: ignore[assignment, misc]
+    inside.PeerTransport = Made  # type: ignore[assignment, misc]
     group, index = dist.group.WORLD, rank // 2
     assert group is not None
     first, second = constructed(group, 30), constructed(group, 0.2)

@@ -39,7 +39,6 @@ from shardsum.transports.peer.layout import (
     round_up,
 )
 from shardsum.transports.peer.memory import available, unreachable
-from shardsum.transports.peer.peers import Peers
 from shardsum.transports.peer.shapes import Message
 from shardsum.transports.peer.transport import PeerTransport
 from shardsum.transports.peer.tuning import Tuning
@@ -219,12 +218,18 @@ def reduced(world_size: int, num_bytes: int, tuning: Tuning | None = None, rows:
     return peer_plan.choose_shape(m, layout_of(world_size, rows, 256 << 20), tuning or Tuning()).two_shot
 
 
+def unused(owners: tuple[int, ...]) -> PeerTransport:
+    """One that is asked for predictions alone."""
+    group: Any = None
+    return PeerTransport(group, owners, torch.device("cpu"), timeout=1.0, gather=lambda value: [value])
+
+
 @pytest.mark.parametrize("world_size, rows", [(2, 1), (2, 8), (4, 1), (4, 2), (8, 1)])
 def test_what_is_predicted_is_what_is_launched(world_size: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardsum.transports.peer.peers.available", lambda *args: None)
-    monkeypatch.setattr("shardsum.transports.peer.peers.place_in", lambda group: (0, world_size))
+    monkeypatch.setattr("shardsum.transports.peer.transport.available", lambda *args: None)
+    monkeypatch.setattr("shardsum.transports.peer.transport.place_in", lambda group: (0, world_size))
     owners = owners_of(world_size * rows, world_size, "contiguous")
-    peers = Peers(None, lambda value: [value], owners, torch.device("cpu"), 1.0)  # type: ignore[arg-type]
+    peers = unused(owners)
     limit = Tuning().push_limit(world_size)
     layout = layout_of(world_size, rows, 64 << 20, push=limit, streams=world_size == 2)
     for size in (1 << 10, limit, limit + 1024, 64 << 20):
@@ -241,9 +246,9 @@ def test_bytes_that_are_predicted_are_those_that_travel(monkeypatch: pytest.Monk
     """Pushed and written: the hull of what others want, of two without the gap, to all; read: what each wants."""
 
     def predicted(world_size: int, owners: tuple[int, ...], size: int, move: bool = False) -> Any:
-        monkeypatch.setattr("shardsum.transports.peer.peers.available", lambda *args: None)
-        monkeypatch.setattr("shardsum.transports.peer.peers.place_in", lambda group: (0, world_size))
-        peers = Peers(None, lambda value: [value], owners, torch.device("cpu"), 1.0)  # type: ignore[arg-type]
+        monkeypatch.setattr("shardsum.transports.peer.transport.available", lambda *args: None)
+        monkeypatch.setattr("shardsum.transports.peer.transport.place_in", lambda group: (0, world_size))
+        peers = unused(owners)
         sinks = intervals_of(split_evenly(size, len(owners)))
         plan = ExchangePlan(((0, size),) * len(owners), owners, tuple(sinks), owners, world_size)
         return peers.predict(plan, 1, 2, 2, move)
@@ -391,7 +396,9 @@ def test_a_row_that_starts_behind_the_result_holds_nothing(tmp_path: Path) -> No
 def open_transport(rank: int, num_ranks: int, placement: Any = "contiguous", **options: Any) -> PeerTransport:
     device = torch.device("cuda", torch.cuda.current_device())
     owners = owners_of(num_ranks, dist.get_world_size(), placement)
-    return PeerTransport(dist.group.WORLD, owners, device, timeout=60, **options)
+    transport = PeerTransport(dist.group.WORLD, owners, device, timeout=60, **options)
+    transport.set_up()  # not amid a capture
+    return transport
 
 
 class RandomCalls:
@@ -412,7 +419,10 @@ class RandomCalls:
         out_dtype = torch.int64 if not dtype.is_floating_point else dtype
         if accumulator_dtype(dtype) == torch.float32:
             out_dtype = pick.choice([dtype, torch.float32, torch.bfloat16])
+        on_device = kind == "all_reduce" and pick.random() < 0.3
         sources = [self._interval(size) for _ in range(self.ranks)]
+        if on_device:
+            sources = [(0, end) for _, end in sources]
         sinks, sink_owners = [(0, size)] * self.t.world_size, tuple(range(self.t.world_size))
         if kind in ("reduce_scatter", "exchange"):
             sinks, sink_owners = intervals_of(split_evenly(size, self.ranks)), self.t.owners
@@ -422,7 +432,6 @@ class RandomCalls:
             op, scale, out_dtype = "copy", None, dtype
             sources = intervals_of([length(i) for i in sources])
             sinks = [(0, sources[-1][1])] * self.t.world_size
-        on_device = kind == "all_reduce" and pick.random() < 0.3
         plan = ExchangePlan(tuple(sources), self.t.owners, tuple(sinks), sink_owners, self.t.world_size)
         shards = [random_values((length(i), width), dtype, pick.randrange(1 << 30)) for i in sources]
         if dtype.is_floating_point and pick.random() < 0.3:  # NaNs like words that have not come
@@ -445,11 +454,10 @@ class RandomCalls:
         sinks = plan.hosted_sinks(t.rank)
         flat = [torch.empty(length(plan.sinks[q]) * width + shift, dtype=out_dtype, device=t.device) for q in sinks]
         outs = [x[shift:].view(-1, width) for x in flat]
-        starts = lengths = None
+        lengths = None
         if on_device:
-            starts = torch.tensor([plan.sources[r][0] for r in hosted], device=t.device)
             lengths = torch.tensor([length(plan.sources[r]) for r in hosted], device=t.device)
-        t.exchange(plan, mine, outs, op=op, scale=scale, starts=starts, lengths=lengths)
+        t.exchange(plan, mine, outs, op=op, scale=scale, lengths=lengths)
         for q, out in zip(sinks, outs):
             assert_same(out.cpu(), self._expected(plan, shards, plan.sinks[q], out_dtype, op, scale))
 
@@ -474,7 +482,7 @@ def _random_calls(rank: int, world_size: int, num_ranks: int, placement: Any, ca
     tests = RandomCalls(t, num_ranks)
     for _ in range(calls):
         tests.run()
-    launches = t._workspace.launches
+    launches = t.set_up().launches
     t.close()
     return launches
 

@@ -78,14 +78,14 @@ class SlowPeers:
     def prepare(
         self, plan: ExchangePlan, width: int, dtype: torch.dtype, out_dtype: torch.dtype, op: str, scale: float | None,
         signature: int, goes_on: bool,
-    ) -> tuple[Any, list[int]]:  # fmt: skip
+    ) -> Any:  # fmt: skip
         hosted = plan.hosted_sources(self.rank)
 
         def call(
-            outs: list[torch.Tensor], rows: list[torch.Tensor], bounds: list[int], starts: None, lengths: None,
+            outs: list[torch.Tensor], rows: list[torch.Tensor], bounds: list[int], lengths: None,
             number: int, accumulators: torch.Tensor | None, carried: int, headers: list[torch.Tensor],
         ) -> None:  # fmt: skip
-            assert bounds == [0] * (2 * len(hosted)) and number == 77 and starts is lengths is None
+            assert bounds == [0] * (2 * len(hosted)) and number == 77 and lengths is None
             assert [tuple(x.shape) for x in rows] == [(length(plan.sources[r]), width) for r in hosted]
             assert (accumulators is not None) == (goes_on and len(outs) > 0) and all(x.is_contiguous() for x in rows)
             everyone = self.gather((plan.sinks, dict(zip(hosted, rows))))
@@ -104,7 +104,10 @@ class SlowPeers:
                 out.copy_(total)
             assert accumulators is None or done == accumulators.shape[0]
 
-        return call, [0] * (2 * len(hosted))
+        return call
+
+    def bounds(self, plan: ExchangePlan) -> list[int]:
+        return [0] * (2 * len(plan.hosted_sources(self.rank)))
 
 
 def sums(rank: int, world: int, seeds: list[int], together: bool) -> list[str]:

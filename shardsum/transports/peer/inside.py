@@ -12,7 +12,7 @@ from ..domains import Domains
 from ..store import BoundedStore
 from .members import Members, gather_in
 from .memory import Gather
-from .peers import Peers
+from .transport import PeerTransport
 
 #: The processes of this process's domain, by the whole group and their numbers in it. Groups on them share a workspace.
 _members: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Members]] = WeakKeyDictionary()
@@ -28,8 +28,8 @@ def inside_domains(
     device: torch.device,
     timeout: float,
     workspace_bytes: int | None,
-) -> tuple[Peers | None, str | None]:
-    """The peer transport of this process's domain; collective in ``group``. Arguments as of :class:`.Peers`.
+) -> tuple[PeerTransport | None, str | None]:
+    """The peer transport of this process's domain; collective in ``group``. Arguments as of :class:`.PeerTransport`.
 
     Args:
         store, name: a part that the processes of ``group`` have for this call alone, and its name.
@@ -49,7 +49,7 @@ def inside_domains(
             known = _members[group][numbers] = Members(part, f"shardsum-{name}-{numbers[0]}", mine, count)
         local = tuple(numbers.index(owner) for owner in owners if owner in numbers)
         meet = gather_in(part.under("gather"), mine, count, timeout)
-        peers = Peers(known, meet, local, device, timeout, workspace_bytes)
+        peers = PeerTransport(known, local, device, timeout=timeout, workspace_bytes=workspace_bytes, gather=meet)
     reasons = gather(None if peers is None else peers.reason)
     reason = next((f"process {p}: {why}" for p, why in enumerate(reasons) if why is not None), None)
     return (None if reason is not None else peers), reason

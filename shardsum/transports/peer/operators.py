@@ -14,10 +14,10 @@
     Makes such a plan from the words of a :class:`.transport.PreparedCall`: ``bounds`` are start and length of each row,
     ``row_shape`` is the shape of a position; ``shard`` and ``out`` give dtype and device alone; ``state`` is the
     address of the group's state, or 0.
-``peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, int number, plan,``
+``peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? lengths, int number, plan,``
 ``Tensor? accumulators, int carried, Tensor(c!)[] headers) -> ()``
-    Any number of rows and outputs, with bounds that may differ from call to call or live on the device; ``number`` is
-    the call's. Sums go on from ``accumulators`` where they are given, in a plan for that: those of all outputs, one
+    Any number of rows and outputs, with bounds that may differ from call to call, or lengths on the device; ``number``
+    is the call's. Sums go on from ``accumulators`` where they are given, in a plan for that: those of all outputs, one
     behind the other, in the accumulator's dtype, of ``carried`` contributions each. ``headers``, at most two of two
     int64 each, become -1 where this process does not get its sums (:mod:`shardsum.transports.headers`).
 
@@ -54,7 +54,7 @@ DTYPE_CODES = {
 
 _library = torch.library.Library("shardsum", "FRAGMENT")
 _library.define(
-    "peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? starts, Tensor? lengths, int number, "
+    "peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? lengths, int number, "
     "Tensor(b!) plan, Tensor? accumulators, int carried, Tensor(c!)[] headers) -> ()"
 )
 _library.define("peer_bind(Tensor plan, int[] bounds, int[] row_shape, Tensor shard, Tensor out, int state) -> Tensor")

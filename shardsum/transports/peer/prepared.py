@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,13 +16,8 @@ from .operators import MAX_ROW_DIMS, PLAN_VERSION, peer_bind, peer_run
 from .shapes import Message, Shape, gap_of, needed
 from .tuning import Tuning
 
-
-class Owner(Protocol):
-    """The transport of a call."""
-
-    device: torch.device
-
-    def check(self) -> None: ...
+if TYPE_CHECKING:
+    from .transport import PeerTransport
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,7 @@ class PreparedCall:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: PeerTransport,
         message: Message,
         shape: Shape,
         words: list[int],
@@ -62,7 +57,6 @@ class PreparedCall:
         outs: Sequence[Tensor],
         shards: Sequence[Tensor],
         bounds: Sequence[int] = (),
-        starts: Tensor | None = None,
         lengths: Tensor | None = None,
         number: int = 0,
         accumulators: Tensor | None = None,
@@ -75,8 +69,8 @@ class PreparedCall:
             outs: written; ``(|O_q|, *F)``. They share no memory with shards, which are read meanwhile.
             shards: at least ``length`` positions each.
             bounds: start and length of each shard, flat. Ignored where ``lengths`` is given:
-            starts, lengths: integer tensors on the device, one value a shard, never read by the host; clamped to the
-                result and to the shard. ``starts`` None: 0.
+            lengths: an integer tensor on the device, one value a shard, never read by the host; clamped to the result
+                and to the shard. Rows start at position 0 then.
             number: of this call among those of its group, equal on all processes: the number that its state has after
                 it (:mod:`.operators`).
             accumulators: sums of earlier rows, of ``carried`` rows each, at which these start: ``(sum of |O_q|, *F)``,
@@ -87,7 +81,7 @@ class PreparedCall:
             RuntimeError: the group has failed; a capture of a signature that has not run; what CUDA says.
         """
         try:
-            peer_run(outs, shards, bounds, starts, lengths, number, self._plan, accumulators, carried, headers)
+            peer_run(outs, shards, bounds, lengths, number, self._plan, accumulators, carried, headers)
         except RuntimeError:
             self._owner.check()
             raise

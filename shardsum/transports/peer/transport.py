@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.layout import ExchangePlan
+from ...core.layout import ExchangePlan, intervals_of
+from ...local.ops import readable
 from . import shapes
 from .layout import (
     MAX_BLOCKS,
@@ -37,6 +38,7 @@ from .members import Group, place_in
 from .memory import Gather, available, gather_objects, shares_gpus
 from .operators import DTYPE_CODES
 from .prepared import PreparedCall, plan_words
+from .traffic import predict
 from .tuning import Tuning
 from .workspace import Workspace
 
@@ -47,11 +49,13 @@ _MAX_CALLS = 256
 
 
 class PeerTransport:
-    """Calls of one group over the :class:`.Workspace` of its processes.
+    """Calls of one group over the :class:`.Workspace` of its processes, which is set up at the first one.
+
+    It moves and sums in one launch, so it yields no rows: it is handed whole exchanges.
 
     Args:
-        group: the processes; see :func:`available`.
-        owners: the process of every virtual rank; at most 64 ranks, at most 32 on a process.
+        group: the processes.
+        owners: the process of every virtual rank.
         device: this process's GPU.
         timeout: seconds that a kernel waits for another process before it fails the workspace.
         workspace_bytes: the most that the symmetric memory of a process may take. Default: what the default of
@@ -63,11 +67,10 @@ class PeerTransport:
         gather: all processes' values of a small object (:mod:`.memory`); default ``all_gather_object``.
 
     Attributes:
-        layout: how the group cuts the workspace.
-
-    Raises:
-        RuntimeError: peers cannot be read, their memory does not hold what they wrote, or their workspace has failed.
-        ValueError: too many virtual ranks; settings differ between processes; too few ``workspace_bytes``.
+        reason: why the transport cannot be used (:func:`.available`; at most 64 virtual ranks, 32 on a process), or
+            None; the same on all processes.
+        layout: how the group cuts the workspace. Before that is set up it is as it will be, but for the number of
+            blocks, on which no way depends.
     """
 
     def __init__(
@@ -76,34 +79,45 @@ class PeerTransport:
         owners: Sequence[int],
         device: torch.device,
         *,
-        timeout: float = 600.0,
+        timeout: float,
         workspace_bytes: int | None = None,
         staging_bytes: int | None = None,
         tuning: Tuning | None = None,
         gather: Gather | None = None,
     ) -> None:
-        self.owners, self.device = tuple(owners), device
+        self._group, self.owners, self.device = group, tuple(owners), device
         self.rank, self.world_size = place_in(group)
         self.timeout, self.tuning = timeout, tuning or Tuning()
-        self._gather = gather or gather_objects(group)
-        reason = available(group, device, self._gather)
-        if reason is not None:
-            raise RuntimeError(f'transport "peer" cannot be used: {reason}')
+        self._bytes, self._gather = (workspace_bytes, staging_bytes), gather or gather_objects(group)
+        self._workspace: Workspace | None = None
+        self._calls: dict[Any, PreparedCall] = {}
         self._hosted = max(self.owners.count(g) for g in range(self.world_size))
         if len(self.owners) > MAX_RANKS or self._hosted > MAX_HOSTED:
-            raise ValueError(
-                f'transport "peer": at most {MAX_RANKS} virtual ranks, {MAX_HOSTED} on a process; '
-                f"got {len(self.owners)}, {self._hosted} on a process"
-            )
-        blocks = self._agree_blocks([repr(self.tuning), timeout, workspace_bytes, staging_bytes, self.owners])
+            self.reason: str | None = f"at most {MAX_RANKS} virtual ranks, {MAX_HOSTED} on a process"
+            return
+        self.reason = available(group, device, self._gather)
+        size = (len(self.owners), self.world_size, 1, self._hosted, self.tuning)
+        self._cut(choose_regions(*size, default_staging(self.world_size)))
 
-        def choose() -> Regions:
-            return self._choose_regions(blocks, workspace_bytes, staging_bytes)
-
-        self._workspace = Workspace.acquire(group, device, choose, self._gather)
-        regions = self._workspace.regions
+    def _cut(self, regions: Regions) -> None:
         self.layout = MemoryLayout.in_regions(regions, len(self.owners), self._hosted, self.tuning)
-        self._calls: dict[Any, PreparedCall] = {}
+
+    def set_up(self) -> Workspace:
+        """The workspace, acquired at first use. Collective then.
+
+        Raises:
+            RuntimeError: there is a :attr:`reason`, memory does not hold what was written, or the workspace has failed.
+            ValueError: settings differ between processes; too few ``workspace_bytes``.
+        """
+        if self._workspace is None:
+            if self.reason is not None:
+                raise RuntimeError(f'transport "peer" cannot be used: {self.reason}')
+            blocks = self._agree_blocks([repr(self.tuning), self.timeout, *self._bytes, self.owners])
+            self._workspace = Workspace.acquire(
+                self._group, self.device, lambda: self._choose_regions(blocks), self._gather
+            )
+            self._cut(self._workspace.regions)
+        return self._workspace
 
     def _agree_blocks(self, settings: list[Any]) -> int:
         """The blocks of a launch that all GPUs can hold twice: a block of the kernels has room for a second one beside
@@ -117,7 +131,8 @@ class PeerTransport:
                 raise ValueError(f"peer transport: process 0 has {everyone[0][1]}, process {process} has {theirs}")
         return min(MAX_BLOCKS, *(theirs for theirs, _ in everyone))
 
-    def _choose_regions(self, blocks: int, workspace_bytes: int | None, staging_bytes: int | None) -> Regions:
+    def _choose_regions(self, blocks: int) -> Regions:
+        workspace_bytes, staging_bytes = self._bytes
         group = (len(self.owners), self.world_size, blocks, self._hosted, self.tuning)
         if staging_bytes is None and workspace_bytes is not None:
             staging_bytes = bounded_staging(*group, workspace_bytes)
@@ -128,11 +143,10 @@ class PeerTransport:
         plan: ExchangePlan,
         shards: Sequence[Tensor],
         outs: Sequence[Tensor],
-        *,
         op: str = "sum",
         scale: float | None = None,
-        starts: Tensor | None = None,
         lengths: Tensor | None = None,
+        *,
         number: int = 0,
         signature: int = 0,
     ) -> None:
@@ -143,23 +157,40 @@ class PeerTransport:
                 need be, since source intervals travel with the call.
             shards: contiguous, at least ``(|I_r|, *F)`` per hosted source in order.
             op: "sum", "mean", or "copy" (disjoint sources, any dtype, bits are kept).
-            starts, lengths, number: as in :class:`PreparedCall`; with lengths on the device the plan's sources are the
-                largest that may come.
+            lengths, number: as in :class:`PreparedCall`; with lengths on the device the plan's sources are the largest
+                that may come.
             signature: as in :meth:`prepare`.
 
         Raises:
             RuntimeError, ValueError: as :class:`PreparedCall` and :meth:`prepare`.
         """
-        first = shards[0]
+        rows = list(shards) if op == "copy" else [readable(s) for s in shards]
+        first = rows[0]
         prepared = self.prepare(
             plan, first.shape[1:].numel(), first.dtype, outs[0].dtype, op, scale, signature=signature
         )
-        bounds: list[int] = []
-        if lengths is None:
-            for r in plan.hosted_sources(self.rank):
-                begin, end = plan.sources[r]
-                bounds += (begin, end - begin)
-        prepared(outs, shards, bounds, starts, lengths, number)
+        prepared(outs, rows, self.bounds(plan) if lengths is None else [], lengths, number)
+
+    def gather_lengths(self, plan_of: ExchangePlan, lengths: Tensor, number: int = 0) -> Tensor:
+        """The ``(R,)`` lengths of all virtual ranks from each process's hosted ones, unread by the host."""
+        count = len(plan_of.source_owners)
+        sinks, owners = ((0, count),) * plan_of.world_size, tuple(range(plan_of.world_size))
+        plan = ExchangePlan(tuple(intervals_of([1] * count)), plan_of.source_owners, sinks, owners, plan_of.world_size)
+        out = torch.empty(count, dtype=lengths.dtype, device=lengths.device)
+        self.exchange(plan, list(lengths.split(1)), [out], "copy", number=number)
+        return out
+
+    def bounds(self, plan: ExchangePlan) -> list[int]:
+        """Start and length of each source of this process."""
+        held = [plan.sources[r] for r in plan.hosted_sources(self.rank)]
+        return [bound for begin, end in held for bound in (begin, end - begin)]
+
+    def predict(
+        self, plan: ExchangePlan, width: int, in_bytes: int, out_bytes: int, move: bool
+    ) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
+        """``(two_shot, egress, ingress)``: by process, bytes of rows and results to others, and from them."""
+        way, egress, ingress = predict(plan, self.layout, self.tuning, width, in_bytes, out_bytes, move)
+        return way == "two-shot", egress, ingress
 
     def prepare(
         self,
@@ -173,7 +204,8 @@ class PeerTransport:
         signature: int = 0,
         goes_on: bool = False,
     ) -> PreparedCall:
-        """The launch of such a call; the last 256 are kept.
+        """The launch of such a call, with nothing left to decide; the last 256 are kept. ``prepared(outs, shards,
+        bounds)`` runs it; :meth:`.PreparedCall.bind` makes the operators' plan of it.
 
         Args:
             width: elements of a position.
@@ -186,6 +218,7 @@ class PeerTransport:
             ValueError: what the transport cannot do: 2**31 positions, more than 32 outputs, more rows (of all, or of
                 one process) than there are virtual ranks, a two-shot of anything but a sum that every process gets.
         """
+        workspace = self.set_up()
         sources = None if shapes.is_replicated(plan) else plan.sources
         factor = None if scale is None else struct.pack("<d", scale)  # 0.0 equals -0.0
         key = (
@@ -210,7 +243,7 @@ class PeerTransport:
             shape = shapes.choose_shape(message, self.layout, self.tuning, two_shot)
             codes = (_BYTES, _BYTES) if op == "copy" else (DTYPE_CODES[dtype], DTYPE_CODES[out_dtype])
             words = plan_words(
-                plan, message, shape, self.layout, self.tuning, self._workspace.addresses, self.rank, codes,
+                plan, message, shape, self.layout, self.tuning, workspace.addresses, self.rank, codes,
                 op == "mean", scale, self.timeout, zlib.crc32(repr(key).encode()),
             )  # fmt: skip
             single = len(plan.hosted_sources(self.rank)) == 1 and len(plan.hosted_sinks(self.rank)) == 1
@@ -221,15 +254,19 @@ class PeerTransport:
 
     @property
     def workspace_bytes(self) -> int:
-        """What the symmetric memory of a process takes; groups over the same processes share it."""
-        return self._workspace.regions.total_bytes
+        """What the symmetric memory of a process takes; groups over the same processes share it. 0 before its
+        set-up."""
+        return 0 if self._workspace is None else self._workspace.regions.total_bytes
 
     def check(self) -> None:
         """Raise RuntimeError when the workspace has failed; the message names process, block and launch."""
-        self._workspace.check(self.timeout)
+        if self._workspace is not None:
+            self._workspace.check(self.timeout)
 
     def close(self) -> None:
-        """Give the workspace back. Collective; its last user frees the memory. Plans of this transport must not run any
-        more: the group refuses calls once it is closed."""
+        """Give the workspace back, if it was set up. Collective; its last user frees the memory. Plans of this
+        transport must not run any more: the group refuses calls once it is closed."""
         self._calls.clear()
-        self._workspace.release(self._gather)
+        if self._workspace is not None:
+            self._workspace.release(self._gather)
+            self._workspace = None

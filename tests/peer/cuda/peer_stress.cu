@@ -217,11 +217,11 @@ Config make_config(const World& w, Random& random) {
   c.write = way == "write" || c.two_shot;
   c.mean = !integer && !c.move && pick(random, 0, 3) == 0;
   c.scaled = !integer && !c.move && pick(random, 0, 3) == 0;
-  c.device_lengths = pick(random, 0, 2) == 0;
+  c.device_lengths = !c.move && pick(random, 0, 2) == 0;  // rows start at 0 then
   const int shape = int(pick(random, 0, 3));
   for (int r = 0; r < R; ++r) {
     int64_t begin = 0, length = shape == 0 ? c.size : pick(random, 0, c.size);
-    if (shape == 3) begin = pick(random, 0, c.size - length);
+    if (shape == 3 && !c.device_lengths) begin = pick(random, 0, c.size - length);
     if (c.move) begin = c.size * r / R, length = c.size * (r + 1) / R - begin;
     c.start.push_back(begin);
     c.length.push_back(length);
@@ -273,13 +273,12 @@ Config make_config(const World& w, Random& random) {
       CHECK(sum_rows_cuda(begun, rows.data(), nullptr, nullptr));
     }
   }
-  CHECK(cudaMalloc(&c.lengths_on_device, 2 * R * sizeof(int64_t)));
-  std::vector<int64_t> bounds;  // lengths then starts, each in the order of processes and slots
-  for (int part = 0; part < 2; ++part)
-    for (int g = 0; g < G; ++g)
-      for (int r = 0; r < R; ++r)
-        if (w.place.owner[r] == g) bounds.push_back(part == 0 ? c.length[r] : c.start[r]);
-  CHECK(cudaMemcpy(c.lengths_on_device, bounds.data(), bounds.size() * sizeof(int64_t), cudaMemcpyHostToDevice));
+  CHECK(cudaMalloc(&c.lengths_on_device, R * sizeof(int64_t)));
+  std::vector<int64_t> lengths;  // in the order of processes and slots
+  for (int g = 0; g < G; ++g)
+    for (int r = 0; r < R; ++r)
+      if (w.place.owner[r] == g) lengths.push_back(c.length[r]);
+  CHECK(cudaMemcpy(c.lengths_on_device, lengths.data(), R * sizeof(int64_t), cudaMemcpyHostToDevice));
   CHECK(cudaDeviceSynchronize());
   return c;
 }
@@ -328,7 +327,6 @@ PeerCall describe(const World& w, const Config& c, int g, int64_t timeout_ns) {
   for (int r = 0; r < R; ++r) first += w.place.owner[r] < g;
   if (c.device_lengths) {
     call.device_lengths = c.lengths_on_device + first;
-    call.device_starts = c.lengths_on_device + R + first;
     call.index64 = true;
   }
   for (int r = 0; r < R; ++r) {

@@ -98,7 +98,7 @@ struct Process {
   std::vector<uint4> memory;  // the symmetric block
   std::vector<std::vector<char>> shards, outs;
   std::vector<char*> data, out;
-  std::vector<int64_t> lengths, starts;  // on the device
+  std::vector<int64_t> lengths;  // on the device
   Shared s;
   PeerControl control{};
   PeerFailure failure{};
@@ -289,7 +289,7 @@ void make_tensors(int g, std::vector<Given>& rows) {
     data += -reinterpret_cast<uint64_t>(data) % 16 + shift * c.in_bytes % 16;
     source.data = data, source.capacity = uint32_t(capacity);
     source.start = on_device ? 77 : uint32_t(start), source.length = on_device ? 88 : uint32_t(length);
-    p.starts.push_back(start), p.lengths.push_back(length);
+    p.lengths.push_back(length);
     Given& row = rows[source.rank];
     row.begin = min(max(start, int64_t(0)), c.size);
     row.end = min(row.begin + min(max(length, int64_t(0)), capacity), c.size);
@@ -298,7 +298,7 @@ void make_tensors(int g, std::vector<Given>& rows) {
       put_element(c.in_dtype, data + e * c.in_bytes, row.values.back());
     }
   }
-  if (on_device) c.device_lengths = p.lengths.data(), c.device_starts = p.starts.data(), c.index64 = true;
+  if (on_device) c.device_lengths = p.lengths.data(), c.index64 = true;
   for (int q = 0; q < c.num_outputs; ++q) {
     const int64_t shift = read();
     p.outs[q].resize((c.outputs[q].end - c.outputs[q].begin) * c.width * c.out_bytes + 64, 0x55);
