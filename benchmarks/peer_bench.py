@@ -20,7 +20,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -324,11 +324,12 @@ class Bench:
             writes = self.peer.layout.writes or self.world_size > 2
             for producers, pieces, stretches in product((1, 2, 3), (4, 8, 16) if writes else (0,), (2, 4, 8, 16)):
                 shape = dict(write_pieces=pieces, write_stretches=stretches) if writes else dict(stretches=stretches)
-                self.peer.tuning = Tuning(producer_warps=producers, one_producer_bytes=0, **shape)
+                tuning = Tuning(producer_warps=producers, one_producer_bytes=0, **shape)
+                self.peer.layout = replace(self.peer.layout, tuning=tuning)
                 self.peer._calls.clear()
                 self.ours(size, f"{producers}/{pieces}/{stretches}", lengths, "shape", None, False)
         for size in (64 << 10, 256 << 10, 1 << 20):
-            self.peer.tuning = Tuning()
+            self.peer.layout = replace(self.peer.layout, tuning=Tuning())
             lengths = [size // (2 * WIDTH)] * self.world_size
             self.ours(size, "1.0", lengths, "pushed", None, False)
             self.ours(size, "1.0", lengths, "one-shot", False, False)
@@ -345,7 +346,7 @@ def write(path: Path, bench: Bench, rate: float) -> None:
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE"),
-        "tuning": repr(bench.peer.tuning),
+        "tuning": repr(bench.peer.layout.tuning),
         "load_rate_gbps": rate,
         "rows": [asdict(row) for row in bench.rows],
     }

@@ -92,7 +92,9 @@ class Shapes:
                 assert bits.equal(out, want), f"{name}: {bits.first_difference(out, want)}"
         us, way = self.time(run), "two rounds" if call.shape.two_shot else "pushed" if call.shape.push else "written"
         if self.rank == 0:
-            print(f"{name:44} {us:8.2f} us  {way}, {call.shape.launches(call.message)} launch(es)", flush=True)
+            elements = max(end for _, end in plan.sinks) * WIDTH
+            launches = -(-elements // call.shape.chunk)
+            print(f"{name:44} {us:8.2f} us  {way}, {launches} launch(es)", flush=True)
 
     def _shard(self, rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
         generator = torch.Generator(device=self.device).manual_seed(rank)

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardsum.core.layout import ExchangePlan
 from shardsum.native import loader as native
 from shardsum.transports.peer import layout, operators, shapes
-from shardsum.transports.peer.layout import MemoryLayout
+from shardsum.transports.peer.layout import MemoryLayout, choose_regions
 from shardsum.transports.peer.prepared import Addresses, PreparedCall, plan_words
 from shardsum.transports.peer.tuning import Tuning
 
@@ -35,15 +35,18 @@ def library() -> None:
 
 def prepared(num_rows: int = 1) -> PreparedCall:
     """An all_reduce of two processes, ``num_rows`` rows each, as process 0 prepares it; without memory."""
-    layout, tuning = MemoryLayout.of(2 * num_rows, 2, 128, num_rows, 1 << 20, 1 << 16, True, True), Tuning()
+    tuning = Tuning()
+    layout = MemoryLayout(
+        choose_regions(2 * num_rows, 2, 128, num_rows, tuning, 1 << 20), 2 * num_rows, num_rows, tuning
+    )
     owner = SimpleNamespace(device=torch.device("cpu"), check=lambda: None)
     owners = tuple(g for g in range(2) for _ in range(num_rows))
     plan = ExchangePlan(((0, LENGTH),) * len(owners), owners, ((0, SIZE),) * 2, (0, 1), 2)
     message = shapes.describe_message(plan, 8, 4, 2, False)
-    shape = shapes.choose_shape(message, layout, tuning)
+    shape = shapes.choose_shape(message, layout)
     codes = operators.DTYPE_CODES[torch.float32], operators.DTYPE_CODES[torch.bfloat16]
-    words = plan_words(plan, message, shape, layout, tuning, Addresses((0, 0), 0, 0, 0), 0, codes)
-    return PreparedCall(owner, message, shape, words, num_rows == 1, (torch.float32, torch.bfloat16))
+    words = plan_words(plan, message, shape, layout, Addresses((0, 0), 0, 0, 0), 0, codes)
+    return PreparedCall(owner, shape, words, num_rows == 1, (torch.float32, torch.bfloat16))
 
 
 def tensors() -> tuple[Tensor, Tensor]:

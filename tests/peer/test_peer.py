@@ -39,7 +39,7 @@ from shardsum.transports.peer.layout import (
     round_up,
 )
 from shardsum.transports.peer.memory import available, unreachable
-from shardsum.transports.peer.shapes import Message
+from shardsum.transports.peer.shapes import Message, TileMap
 from shardsum.transports.peer.transport import PeerTransport
 from shardsum.transports.peer.tuning import Tuning
 from tests.gpus import needs_gpus
@@ -51,19 +51,22 @@ CALLS = int(os.environ.get("SHARDSUM_PEER_CALLS", "120"))
 
 
 def layout_of(
-    world_size: int,
-    rows: int,
-    staging: int = 1 << 20,
-    blocks: int = 128,
-    push: int = 1 << 16,
-    writes: bool = False,
-    streams: bool = False,
+    world_size: int, rows: int, staging: int = 1 << 20, blocks: int = 128, tuning: Tuning | None = None
 ) -> MemoryLayout:
-    return MemoryLayout.of(world_size * rows, world_size, blocks, rows, staging, push, writes, streams)
+    tuning, ranks = tuning or Tuning(), world_size * rows
+    return MemoryLayout(choose_regions(ranks, world_size, blocks, rows, tuning, staging), ranks, rows, tuning)
+
+
+def number_of_tiles(tiles: TileMap, chunk: int) -> int:
+    return -(-chunk // tiles.tile)
+
+
+def number_of_pieces(tiles: TileMap, chunk: int) -> int:
+    return -(-number_of_tiles(tiles, chunk) // (tiles.blocks * tiles.tiles_per_piece))
 
 
 @st.composite
-def messages(draw: st.DrawFn, two_shot: bool = False) -> tuple[Message, MemoryLayout, Tuning, bool | None]:
+def messages(draw: st.DrawFn, two_shot: bool = False) -> tuple[Message, MemoryLayout, bool | None]:
     """``two_shot``: only what can go in two rounds, that is sums that every process gets."""
     world_size, rows = draw(st.integers(2, 9)), draw(st.integers(1, 4))
     move, replicated = (False, True) if two_shot else (draw(st.booleans()), draw(st.booleans()))
@@ -78,29 +81,29 @@ def messages(draw: st.DrawFn, two_shot: bool = False) -> tuple[Message, MemoryLa
         size, width, extent, longest, needed, in_bytes, 1 if move else out_bytes, move, replicated, floats
     )
     staging = draw(st.sampled_from([2 << 20, 8 << 20, 64 << 20]))
-    threads, blocks = draw(st.sampled_from([96, 128, 256])), draw(st.sampled_from([1, 7, 128]))
-    tuning = Tuning(threads, blocks, write_processes=0)
+    writes, streams = draw(st.booleans()), draw(st.booleans())
+    tuning = Tuning(
+        draw(st.sampled_from([128, 256] if writes else [96, 128, 256])), draw(st.sampled_from([1, 7, 128])), 1,
+        push_bytes={0: 1 << 16}, write_processes=9 * writes, stream_processes=9 * streams,
+    )  # fmt: skip
     forced = draw(st.sampled_from([None, False, True])) if replicated and not move else None
-    blocks, writes, streams = draw(st.sampled_from([3, 132])), draw(st.booleans()), draw(st.booleans())
-    return message, layout_of(world_size, rows, staging, blocks, writes=writes, streams=streams), tuning, forced
+    return message, layout_of(world_size, rows, staging, draw(st.sampled_from([3, 132])), tuning), forced
 
 
 @settings(deadline=None, max_examples=300)
 @given(messages())
 def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
-    m, layout, tuning, forced = case
-    shape = peer_plan.choose_shape(m, layout, tuning, forced)
+    m, layout, forced = case
+    shape, tuning = peer_plan.choose_shape(m, layout, forced), layout.tuning
     tiles, total = shape.tiles, m.size * m.width
     parts = layout.world_size if shape.two_shot else 1
     assert forced is None or shape.two_shot == forced
-    assert tiles.blocks <= min(tuning.blocks, layout.max_blocks) and tiles.stretches_per_tile % parts == 0
+    assert tiles.blocks <= layout.blocks and tiles.stretches_per_tile % parts == 0
     assert tiles.stretch * m.in_bytes % 16 == 0  # rows are read in whole vectors
     assert shape.chunk >= total or shape.chunk % tiles.tile == 0
-    assert shape.launches(m) * shape.chunk >= total
-    assert tiles.tiles(shape.chunk) <= tiles.pieces(shape.chunk) * tiles.blocks * tiles.tiles_per_piece
     if shape.two_shot:  # a process's part of a chunk lies inside its slot, and the whole sum in its area
-        assert tiles.tiles(shape.chunk) * (tiles.tile // parts) * m.in_bytes <= layout.part_bytes
-        assert min(shape.chunk, total) * m.out_bytes <= layout.reduced_bytes
+        assert number_of_tiles(tiles, shape.chunk) * (tiles.tile // parts) * m.in_bytes <= layout.part_bytes
+        assert min(shape.chunk, total) * m.out_bytes <= layout.regions.reduced
         assert layout.num_ranks * layout.part_bytes <= layout.regions.staging
     elif shape.push:  # its words lie inside its inbox
         small = shape.producers == 0
@@ -111,7 +114,7 @@ def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
             words = min(words, m.needed * m.width * m.in_bytes + STREAM_STRETCH + 16)
         assert words <= layout.inbox_row_bytes and m.in_bytes > 1
         assert shape.chunk >= total if small else m.floats and layout.streams
-        assert tiles.tile * m.in_bytes == unit and tiles.blocks == min(units, tuning.blocks, layout.max_blocks)
+        assert tiles.tile * m.in_bytes == unit and tiles.blocks == min(units, layout.blocks)
     else:  # a row's part of a chunk, filled up to whole vectors at both ends, lies inside its slot
         assert min(m.longest * m.width, shape.chunk) * m.in_bytes + 32 <= layout.row_bytes
     assert shape.write == (shape.two_shot or (layout.writes and not shape.push))
@@ -124,16 +127,16 @@ def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
 )  # not an assumption: three of four examples would be thrown away, and a health check fail
 def test_written_parts_lie_side_by_side_in_their_slot(case: tuple) -> None:
     """The addresses of csrc/peer/parts.cuh: `slot_origin` + `tile_shift` + an element, from the slot's begin."""
-    m, layout, tuning, _ = case
+    m, layout, _ = case
     total, world_size = m.size * m.width, layout.world_size
-    shape = peer_plan.choose_shape(m, layout, tuning, True)
+    shape = peer_plan.choose_shape(m, layout, True)
     tile, part = shape.tiles.tile, shape.tiles.tile // world_size
-    for begin in {0, (shape.launches(m) - 1) * shape.chunk}:  # the first and the last launch
+    for begin in {0, (total - 1) // shape.chunk * shape.chunk}:  # the first and the last launch
         end, covered = min(begin + shape.chunk, total), 0
         assert begin * m.in_bytes % 16 == 0 and begin * m.out_bytes % 16 == 0
         for process in range(world_size):
             origin, free = -(begin + process * part) * m.in_bytes, 0
-            for t in range(shape.tiles.tiles(end - begin)):
+            for t in range(number_of_tiles(shape.tiles, end - begin)):
                 lo = begin + t * tile + process * part
                 hi = min(lo + part, end)
                 if lo < hi:
@@ -146,21 +149,23 @@ def test_written_parts_lie_side_by_side_in_their_slot(case: tuple) -> None:
 
 def test_every_tile_has_one_block_and_one_piece() -> None:
     m = Message(5000, 100, 5000, 5000, 5000, 2, 2, False, True)
-    shape = peer_plan.choose_shape(m, layout_of(2, 1), Tuning(blocks=5, small_bytes=1000))
+    reads = Tuning(blocks=5, small_bytes=1000, push_bytes={0: 0}, write_processes=0, stream_processes=0)
+    shape = peer_plan.choose_shape(m, layout_of(2, 1, tuning=reads))
     tiles = shape.tiles
     seen = set()
     for block in range(tiles.blocks):  # as the kernel walks them
-        for piece in range(tiles.pieces(shape.chunk)):
+        for piece in range(number_of_pieces(tiles, shape.chunk)):
             for j in range(tiles.tiles_per_piece):
                 tile = block + (piece * tiles.tiles_per_piece + j) * tiles.blocks
                 assert tile not in seen
                 seen.add(tile)
-    assert seen >= set(range(tiles.tiles(shape.chunk))) and tiles.pieces(shape.chunk) > 1
+    assert seen >= set(range(number_of_tiles(tiles, shape.chunk))) and number_of_pieces(tiles, shape.chunk) > 1
 
 
 @pytest.mark.parametrize("world_size, rows, writes", [(2, 1, True), (3, 2, False), (8, 1, True), (16, 4, False)])
 def test_regions_of_the_symmetric_block_are_apart_and_aligned(world_size: int, rows: int, writes: bool) -> None:
-    layout = layout_of(world_size, rows, writes=writes)
+    tuning = Tuning(push_bytes={0: 1 << 16}, write_processes=16 * writes, stream_processes=0)
+    layout = layout_of(world_size, rows, tuning=tuning)
     at = layout.regions
     began = at.abort_at + 8
     ends = [
@@ -189,7 +194,7 @@ def test_groups_of_other_numbers_of_ranks_share_regions(world_size: int) -> None
     for first in (1, 4):
         regions = choose_regions(first * world_size, world_size, 132, first, tuning, staging)
         for rows in (1, 2, 3, 8):
-            layout = MemoryLayout.in_regions(regions, rows * world_size, rows, tuning)
+            layout = MemoryLayout(regions, rows * world_size, rows, tuning)
             slots = layout.num_ranks if layout.writes else rows
             assert slots * layout.row_bytes <= regions.staging
             assert layout.num_ranks * layout.part_bytes <= regions.staging
@@ -215,7 +220,7 @@ def test_a_bound_on_the_workspace_holds_and_is_used() -> None:
 
 def reduced(world_size: int, num_bytes: int, tuning: Tuning | None = None, rows: int = 1) -> bool:
     m = Message(num_bytes // 2, 1, num_bytes // 2, num_bytes // 2, num_bytes // 2, 2, 2, False, True)
-    return peer_plan.choose_shape(m, layout_of(world_size, rows, 256 << 20), tuning or Tuning()).two_shot
+    return peer_plan.choose_shape(m, layout_of(world_size, rows, 256 << 20, tuning=tuning)).two_shot
 
 
 def unused(owners: tuple[int, ...]) -> PeerTransport:
@@ -231,11 +236,11 @@ def test_what_is_predicted_is_what_is_launched(world_size: int, rows: int, monke
     owners = owners_of(world_size * rows, world_size, "contiguous")
     peers = unused(owners)
     limit = Tuning().push_limit(world_size)
-    layout = layout_of(world_size, rows, 64 << 20, push=limit, streams=world_size == 2)
+    layout = layout_of(world_size, rows, 64 << 20)
     for size in (1 << 10, limit, limit + 1024, 64 << 20):
         sources, sinks = ((0, size // 2),) * len(owners), ((0, size // 2),) * world_size
         plan = ExchangePlan(sources, owners, sinks, tuple(range(world_size)), world_size)
-        shape = peer_plan.choose_shape(peer_plan.describe_message(plan, 1, 2, 2, False), layout, Tuning())
+        shape = peer_plan.choose_shape(peer_plan.describe_message(plan, 1, 2, 2, False), layout)
         two_shot, egress, _ = peers.predict(plan, 1, 2, 2, False)
         assert two_shot == shape.two_shot and (shape.push and shape.producers == 0) == (size <= limit)
         if shape.push:  # every peer gets every row
@@ -267,7 +272,7 @@ def test_two_shot_where_it_spares_the_links() -> None:
     assert not reduced(8, 64 << 10) and reduced(8, 4 << 20)
     assert not reduced(4, 256 << 10) and reduced(4, 8 << 20)
     assert reduced(2, 16 << 20, rows=4)  # two processes of four rows each: it saves three rows of eight halves
-    assert reduced(8, 128 << 10, Tuning(two_shot_bytes={0: 1 << 60, 8: 0}))
+    assert reduced(8, 256 << 10, Tuning(two_shot_bytes={0: 1 << 60, 8: 0}))
     assert not reduced(4, 8 << 20, Tuning(two_shot_bytes={0: 1 << 60, 8: 0}))
 
 
@@ -288,7 +293,7 @@ def test_small_sums_are_pushed() -> None:
     def pushed(num_bytes: int, move: bool = False, two_shot: bool | None = None, limit: int = 1 << 16) -> bool:
         n, width = num_bytes // 2, 1 if move else 2
         m = Message(n, 1, n, n, n, width, width, move, True)
-        return peer_plan.choose_shape(m, layout_of(4, 1, push=limit), Tuning(), two_shot).push
+        return peer_plan.choose_shape(m, layout_of(4, 1, tuning=Tuning(push_bytes={0: limit})), two_shot).push
 
     assert pushed(1 << 10) and pushed(1 << 16) and not pushed((1 << 16) + 2)
     assert not pushed(1 << 10, move=True) and not pushed(1 << 10, two_shot=False) and not pushed(0)
@@ -300,10 +305,7 @@ def test_two_processes_push_floats_and_write_the_rest() -> None:
     def shape_of(num_bytes: int, world_size: int = 2, move: bool = False, floats: bool = True) -> peer_plan.Shape:
         n = num_bytes if move else num_bytes // 2
         m = Message(n, 1, n, n, n, 1 if move else 2, 1 if move else 2, move, True, floats and not move)
-        tuning = Tuning()
-        push = tuning.push_limit(world_size)
-        writes, streams = world_size <= tuning.write_processes, world_size <= tuning.stream_processes
-        return peer_plan.choose_shape(m, layout_of(world_size, 1, 256 << 20, 128, push, writes, streams), tuning)
+        return peer_plan.choose_shape(m, layout_of(world_size, 1, 256 << 20))
 
     assert shape_of(512 << 10).push and shape_of(512 << 10).producers == 0
     streamed = [shape_of(n << 20) for n in (1, 8, 16, 64)]
@@ -312,21 +314,19 @@ def test_two_processes_push_floats_and_write_the_rest() -> None:
     written = [shape_of(n << 20, floats=False) for n in (4, 16, 64)]
     assert all(s.write and s.tiles.columns == 8 and s.tiles.blocks == 128 for s in written)
     assert [s.producers for s in written] == [1, 2, 2] and shape_of(1 << 10, move=True).write
-    assert [s.tiles.pieces(s.chunk) for s in written] == [4, 8, 32]
+    assert [number_of_pieces(s.tiles, s.chunk) for s in written] == [4, 8, 32]
     assert not shape_of(4 << 20, 4).write or shape_of(4 << 20, 4).two_shot
 
 
 def test_four_processes_push_or_write_in_two_rounds() -> None:
-    tuning = Tuning()
-
     def shape_of(num_bytes: int) -> peer_plan.Shape:
         m = Message(num_bytes // 2, 1, num_bytes // 2, num_bytes // 2, num_bytes // 2, 2, 2, False, True)
-        return peer_plan.choose_shape(m, layout_of(4, 1, 128 << 20, push=tuning.push_limit(4)), tuning)
+        return peer_plan.choose_shape(m, layout_of(4, 1, 128 << 20))
 
     assert shape_of(512 << 10).push
     shapes = {n: shape_of(n << 20) for n in (1, 4, 16, 64, 256)}
     assert all(s.two_shot and s.write and s.producers == 1 and s.tiles.blocks == 128 for s in shapes.values())
-    assert {n: s.tiles.pieces(s.chunk) for n, s in shapes.items()} == {1: 1, 4: 1, 16: 2, 64: 8, 256: 16}
+    assert {n: number_of_pieces(s.tiles, s.chunk) for n, s in shapes.items()} == {1: 1, 4: 1, 16: 2, 64: 8, 256: 16}
     assert [s.tiles.columns for s in shapes.values()] == [2, 8, 8, 8, 8] and shapes[256].chunk == 64 << 20
 
 

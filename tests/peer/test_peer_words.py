@@ -21,7 +21,7 @@ from shardsum.core.layout import ExchangePlan, intervals_of, split_evenly
 from shardsum.native.recipe import find_toolkit
 from shardsum.transports.peer import shapes as peer_plan
 from shardsum.transports.peer import transport as peer
-from shardsum.transports.peer.layout import MemoryLayout
+from shardsum.transports.peer.layout import MemoryLayout, choose_regions
 from shardsum.transports.peer.operators import DTYPE_CODES
 from shardsum.transports.peer.prepared import Addresses, plan_words
 from shardsum.transports.peer.shapes import Message
@@ -67,11 +67,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return binary
 
 
-def _words(world_size: int, layout: MemoryLayout, tuning: Tuning, message: Message, call: Any) -> str:
+def _words(world_size: int, layout: MemoryLayout, message: Message, call: Any) -> str:
     """One case for the program: every process's plan, then its tensors. Empty if its rows are not pushed."""
     plan, dtype, out_dtype, mean, bounds, on_device, pick = call
     try:
-        shape = peer_plan.choose_shape(message, layout, tuning)
+        shape = peer_plan.choose_shape(message, layout)
     except ValueError:  # memory that does not hold a tile of a two-shot
         return ""
     if not shape.push:
@@ -79,7 +79,7 @@ def _words(world_size: int, layout: MemoryLayout, tuning: Tuning, message: Messa
     codes, nowhere = (DTYPE_CODES[dtype], DTYPE_CODES[out_dtype]), Addresses((0,) * world_size, 0, 0, 0)
     words: list[int] = [world_size]
     for rank in range(world_size):
-        words += plan_words(plan, message, shape, layout, tuning, nowhere, rank, codes, mean)
+        words += plan_words(plan, message, shape, layout, nowhere, rank, codes, mean)
         words.append(layout.regions.total_bytes)
     for rank in range(world_size):
         words.append(on_device)
@@ -138,18 +138,18 @@ def _case(pick: random.Random) -> str:
     limit = whole * pick.choice([1, 1, 2]) if small else 0
     tuning = Tuning(
         blocks=pick.choice([1, 3, 7, 132]), producer_warps=pick.randrange(1, 6), push_bytes={0: limit},
-        stream_processes=9 if streams else 1, one_producer_bytes=pick.choice([0, 1 << 30]),
+        stream_processes=9 if streams else 1, write_processes=9, one_producer_bytes=pick.choice([0, 1 << 30]),
     )  # fmt: skip
     hosted = max(owners.count(g) for g in range(world_size))
     row = pick.choice([whole, needed, needed, needed - 4096, whole // 3, 8192])
-    layout = MemoryLayout.of(
-        num_ranks, world_size, pick.choice([5, 132]), hosted, max(row, 0) * hosted, limit, True, streams
-    )
+    regions = choose_regions(num_ranks, world_size, pick.choice([5, 132]), hosted, tuning, max(row, 0) * hosted)
+    layout = MemoryLayout(regions, num_ranks, hosted, tuning)
     mean = dtype.is_floating_point and dtype == out_dtype == torch.float32 and pick.random() < 0.5
-    return _words(world_size, layout, tuning, message, (plan, dtype, out_dtype, mean, bounds, on_device, pick))
+    return _words(world_size, layout, message, (plan, dtype, out_dtype, mean, bounds, on_device, pick))
 
 
-def test_every_word_is_sent_once_awaited_and_emptied(program: Path) -> None:
+def test_every_word_is_sent_once_awaited_and_emptied(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardsum.transports.peer.layout._SMALL_INBOXES", 0)
     pick = random.Random(0)
     cases = [case for case in (_case(pick) for _ in range(600)) if case]
     done = subprocess.run([program], input="\n".join(cases), capture_output=True, text=True)
@@ -157,10 +157,11 @@ def test_every_word_is_sent_once_awaited_and_emptied(program: Path) -> None:
 
 
 def test_rows_that_have_no_slot_are_refused() -> None:
-    layout, tuning = MemoryLayout.of(2, 2, 128, 1, 1 << 20, 1 << 16, True, True), Tuning()
+    tuning = Tuning()
+    layout = MemoryLayout(choose_regions(2, 2, 128, 1, tuning, 1 << 20), 2, 1, tuning)
     for owners in ((0, 0), (0, 1, 1)):
         plan = ExchangePlan(((0, 8),) * len(owners), owners, ((0, 8),) * 2, (0, 1), 2)
         message = peer_plan.describe_message(plan, 1, 4, 4, False)
-        shape = peer_plan.choose_shape(message, layout, tuning)
+        shape = peer_plan.choose_shape(message, layout)
         with pytest.raises(ValueError, match="there is memory for 2, 1 on a process"):
-            plan_words(plan, message, shape, layout, tuning, Addresses((0, 0), 0, 0, 0), 0, (2, 2))
+            plan_words(plan, message, shape, layout, Addresses((0, 0), 0, 0, 0), 0, (2, 2))

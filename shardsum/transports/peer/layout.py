@@ -74,65 +74,31 @@ class MemoryLayout:
 
     Attributes:
         num_ranks, rows_per_process: virtual ranks, and how many one process hosts at most.
-        writes, streams: whether rows that travel once are written to their readers; of floats, pushed while they are
-            summed.
     """
 
     regions: Regions
     num_ranks: int
     rows_per_process: int
-    most_pushed: int
-    writes: bool = False
-    streams: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        num_ranks: int,
-        world_size: int,
-        max_blocks: int,
-        rows_per_process: int,
-        staging_bytes: int,
-        push_limit: int = 0,
-        writes: bool = False,
-        streams: bool = False,
-    ) -> MemoryLayout:
-        """A group's slots in regions made for it. ``staging_bytes`` is for the rows of one process: a row gets its
-        share, and room for whole vectors at both ends."""
-        row = round_up(staging_bytes // rows_per_process, 256) + 256
-        part = round_up(row // world_size, 256) + _TILE_ROOM
-        # A slot for each row that a process hosts; where peers write theirs here, for every row.
-        staging = max(row * (num_ranks if writes else rows_per_process), part * num_ranks)
-        # Small rows, where every 12 bytes of integers take a word of 16 in whole groups of 32 lanes; or a large one's
-        # share of the staging, from a whole stretch on.
-        inbox = round_up(push_limit, INT_GROUP) // INT_GROUP * _INT_GROUP_WORDS
-        if streams:
-            inbox = max(inbox, round_up(row + STREAM_STRETCH, STREAM_STRETCH))
-        inboxes = inbox * (rows_per_process if world_size == 2 else num_ranks)
-        # A result as large as the largest row, and room for a tile of wider elements.
-        regions = Regions(world_size, max_blocks, staging, row + (1 << 20), inboxes)
-        return cls(regions, num_ranks, rows_per_process, push_limit, writes, streams)
-
-    @classmethod
-    def in_regions(cls, regions: Regions, num_ranks: int, rows_per_process: int, tuning: Tuning) -> MemoryLayout:
-        """A group's slots in regions that were made for any group."""
-        g = regions.world_size
-        return cls(
-            regions,
-            num_ranks,
-            rows_per_process,
-            tuning.push_limit(g),
-            g <= tuning.write_processes,
-            g <= tuning.stream_processes,
-        )
+    tuning: Tuning
 
     @property
     def world_size(self) -> int:
         return self.regions.world_size
 
     @property
-    def max_blocks(self) -> int:
-        return self.regions.max_blocks
+    def blocks(self) -> int:
+        """The most of a launch."""
+        return min(self.tuning.blocks, self.regions.max_blocks)
+
+    @property
+    def writes(self) -> bool:
+        """Whether rows that travel once are written to their readers."""
+        return self.world_size <= self.tuning.write_processes
+
+    @property
+    def streams(self) -> bool:
+        """Whether large ones of floats are pushed while they are summed."""
+        return self.world_size <= self.tuning.stream_processes
 
     @property
     def row_bytes(self) -> int:
@@ -143,11 +109,6 @@ class MemoryLayout:
     def part_bytes(self) -> int:
         """Two-shot: the slot of one process's part of a row."""
         return _floor(self.regions.staging // self.num_ranks)
-
-    @property
-    def reduced_bytes(self) -> int:
-        """Two-shot: room for a result."""
-        return self.regions.reduced
 
     @property
     def inbox_rows(self) -> int:
@@ -161,7 +122,7 @@ class MemoryLayout:
     @property
     def push_limit(self) -> int:
         """Bytes of the largest row that is pushed before it is summed: what the tuning says, if it fits an inbox."""
-        return min(self.most_pushed, self.inbox_row_bytes // _INT_GROUP_WORDS * INT_GROUP)
+        return min(self.tuning.push_limit(self.world_size), self.inbox_row_bytes // _INT_GROUP_WORDS * INT_GROUP)
 
 
 def default_staging(world_size: int) -> int:
@@ -172,14 +133,20 @@ def default_staging(world_size: int) -> int:
 def choose_regions(
     num_ranks: int, world_size: int, max_blocks: int, rows_per_process: int, tuning: Tuning, staging_bytes: int
 ) -> Regions:
-    """Regions for such a group, and for others of other numbers of virtual ranks."""
-    writes, streams = world_size <= tuning.write_processes, world_size <= tuning.stream_processes
-    limit = tuning.push_limit(world_size)
-    made = MemoryLayout.of(
-        num_ranks, world_size, max_blocks, rows_per_process, staging_bytes, limit, writes, streams
-    ).regions
-    inboxes = made.inboxes if world_size == 2 else max(made.inboxes, _SMALL_INBOXES)
-    return Regions(world_size, max_blocks, made.staging, made.reduced, inboxes)
+    """Regions for such a group, and for others of other numbers of virtual ranks. ``staging_bytes`` is for the rows of
+    one process: a row gets its share, and room for whole vectors at both ends."""
+    row = round_up(staging_bytes // rows_per_process, 256) + 256
+    part = round_up(row // world_size, 256) + _TILE_ROOM
+    # A slot for each row that a process hosts; where peers write theirs here, for every row.
+    slots = num_ranks if world_size <= tuning.write_processes else rows_per_process
+    # Small rows, where every 12 bytes of integers take a word of 16 in whole groups of 32 lanes; or a large one's share
+    # of the staging, from a whole stretch on.
+    inbox = round_up(tuning.push_limit(world_size), INT_GROUP) // INT_GROUP * _INT_GROUP_WORDS
+    if world_size <= tuning.stream_processes:
+        inbox = max(inbox, round_up(row + STREAM_STRETCH, STREAM_STRETCH))
+    inboxes = inbox * rows_per_process if world_size == 2 else max(inbox * num_ranks, _SMALL_INBOXES)
+    # A result as large as the largest row, and room for a tile of wider elements.
+    return Regions(world_size, max_blocks, max(row * slots, part * num_ranks), row + (1 << 20), inboxes)
 
 
 def bounded_staging(

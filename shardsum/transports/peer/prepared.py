@@ -14,7 +14,6 @@ from ...core.layout import ExchangePlan
 from .layout import MAX_HOSTED, MAX_RANKS, MemoryLayout
 from .operators import MAX_ROW_DIMS, PLAN_VERSION, peer_bind, peer_run
 from .shapes import Message, Shape, gap_of, needed
-from .tuning import Tuning
 
 if TYPE_CHECKING:
     from .transport import PeerTransport
@@ -35,21 +34,19 @@ class PreparedCall:
     """One signature, ready to launch; made by :meth:`PeerTransport.prepare`.
 
     Attributes:
-        message, shape: what moves, and how it is launched.
+        shape: how it is launched.
         single: whether this process has one source and one sink.
     """
 
     def __init__(
         self,
         owner: PeerTransport,
-        message: Message,
         shape: Shape,
         words: list[int],
         single: bool,
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> None:
-        self.message, self.shape = message, shape
-        self._owner, self.single, self._dtypes = owner, single, dtypes
+        self._owner, self.shape, self.single, self._dtypes = owner, shape, single, dtypes
         self._plan = torch.tensor(words, dtype=torch.int64, device="cpu")
 
     def __call__(
@@ -113,7 +110,6 @@ def plan_words(
     m: Message,
     shape: Shape,
     layout: MemoryLayout,
-    tuning: Tuning,
     addresses: Addresses,
     rank: int,
     codes: tuple[int, int],
@@ -156,7 +152,7 @@ def plan_words(
         (mean, scale is not None, scale_bits),
         (m.size, m.width, *gap_of(plan, 1 - rank), *gap_of(plan, rank)),
         (t.tile, t.stretch, t.stretches_per_tile, t.columns, t.tiles_per_piece, t.blocks, at.max_blocks),
-        (tuning.threads, shape.producers),
+        (layout.tuning.threads, shape.producers),
         (at.stages_at, at.abort_at, staging_at, at.reduced_at),
         (half_bytes, slot_bytes, at.reduced),
         (addresses.control, addresses.failure, round(timeout * 1e9)),

@@ -12,7 +12,6 @@ from typing import Literal
 
 from ...core.layout import ExchangePlan, Interval, intersect, length
 from .layout import FLOAT_GROUP, INT_GROUP, STREAM_STRETCH, MemoryLayout, round_up
-from .tuning import Tuning
 
 _WARP = 32
 #: How rows cross the links: pushed, then summed; pushed while they are summed; written in two rounds; written to their
@@ -36,12 +35,6 @@ class TileMap:
     @property
     def tile(self) -> int:
         return self.stretch * self.stretches_per_tile
-
-    def tiles(self, chunk: int) -> int:
-        return -(-chunk // self.tile)
-
-    def pieces(self, chunk: int) -> int:
-        return -(-self.tiles(chunk) // (self.blocks * self.tiles_per_piece))
 
 
 @dataclass(frozen=True)
@@ -76,6 +69,11 @@ class Message:
         """Elements that a lane takes at a time."""
         return 16 // self.in_bytes if self.in_bytes > 1 or self.move else 8
 
+    @property
+    def total(self) -> int:
+        """Elements of the flat range, at least one."""
+        return max(1, self.size * self.width)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -90,9 +88,6 @@ class Shape:
     push: bool = False
     write: bool = False
     producers: int = 1
-
-    def launches(self, message: Message) -> int:
-        return -(-message.size * message.width // self.chunk)
 
 
 def describe_message(
@@ -141,16 +136,16 @@ def gap_of(plan: ExchangePlan, process: int) -> Interval:
     return max(gaps, key=length, default=(0, 0))
 
 
-def choose_way(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: bool | None = None) -> Way:
+def choose_way(m: Message, layout: MemoryLayout, two_shot: bool | None = None) -> Way:
     """How the rows of ``m`` cross the links; ``two_shot`` forces one or two rounds for a replicated sum."""
     if two_shot and (m.move or not m.replicated):
         raise ValueError("two_shot: only for a sum that every process gets")
     if m.goes_on:
         return "write" if layout.writes else "read"
     if two_shot is None:
-        if is_pushed(m, layout):
+        if not m.move and 0 < m.size * m.width * m.in_bytes <= layout.push_limit and m.in_bytes > 1:
             return "push"
-        two_shot = takes_two_shot(m, layout, tuning)
+        two_shot = not m.move and m.replicated and layout.tuning.pays_two_shot(layout.world_size, _saved(m, layout))
     if two_shot:
         return "two-shot"
     if layout.streams and m.floats:
@@ -158,84 +153,69 @@ def choose_way(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: bool 
     return "write" if layout.writes else "read"
 
 
-def choose_shape(m: Message, layout: MemoryLayout, tuning: Tuning, two_shot: bool | None = None) -> Shape:
-    """How to launch ``m``; ``two_shot`` as in :func:`choose_way`."""
-    way, total = choose_way(m, layout, tuning, two_shot), total_of(m)
-    if way == "push":
-        return Shape(choose_push_tiles(m, total, layout.max_blocks, tuning), total, False, True, producers=0)
-    if way == "stream":
-        return choose_stream(m, layout, tuning)
-    two_shot, write = way == "two-shot", way != "read"
-    parts, fits = layout.world_size if two_shot else 1, (layout.row_bytes - 32) // m.in_bytes
-    tiles = choose_tiles(m, total, parts, layout.max_blocks, tuning, write)
-    producers = 1 if two_shot else choose_producers(m, tuning) if write else tuning.producer_warps
-    if two_shot:
-        fits = min(layout.part_bytes // m.in_bytes * parts - tiles.tile, layout.reduced_bytes // m.out_bytes)
-    chunk = total
-    if (total if two_shot else m.longest * m.width) > fits:
-        chunk = choose_chunk(total, fits, tiles.tile)
-        tiles = choose_tiles(m, chunk, parts, layout.max_blocks, tuning, write)
-    return Shape(tiles, chunk, two_shot, write=write, producers=producers)
-
-
-def choose_stream(m: Message, layout: MemoryLayout, tuning: Tuning) -> Shape:
-    """A sum whose rows are pushed while they are summed."""
-    total, tile = total_of(m), STREAM_STRETCH // m.in_bytes
-    fits, chunk = layout.inbox_row_bytes // m.in_bytes, total
-    if total > fits and m.needed * m.width + tile + m.vector > fits:
-        chunk = choose_chunk(total, fits, tile)
-    tiles = choose_push_tiles(m, chunk, layout.max_blocks, tuning, STREAM_STRETCH)
-    return Shape(tiles, chunk, False, push=True, producers=choose_producers(m, tuning))
-
-
-def choose_producers(m: Message, tuning: Tuning) -> int:
-    """Warps of a block that write or stream rows of one round."""
-    return 1 if m.extent * m.width * m.in_bytes <= tuning.one_producer_bytes else tuning.producer_warps
-
-
-def total_of(m: Message) -> int:
-    """Elements of the flat range, at least one."""
-    return max(1, m.size * m.width)
-
-
-def is_pushed(m: Message, layout: MemoryLayout) -> bool:
-    """Whether ``m`` is a small sum, of elements of two bytes and more."""
-    return not m.move and 0 < m.size * m.width * m.in_bytes <= layout.push_limit and m.in_bytes > 1
-
-
-def takes_two_shot(m: Message, layout: MemoryLayout, tuning: Tuning) -> bool:
-    """Whether ``m`` goes in two rounds unless it is forced."""
-    if m.move or not m.replicated or is_pushed(m, layout):
-        return False
-    return tuning.pays_two_shot(layout.world_size, two_shot_saves(m, layout))
-
-
-def two_shot_saves(m: Message, layout: MemoryLayout) -> int:
+def _saved(m: Message, layout: MemoryLayout) -> int:
     """Bytes that a two-shot all_reduce spares the busiest link, against every process reading every row."""
     others, rows = layout.world_size - 1, layout.rows_per_process * m.in_bytes
     elements = m.extent * m.width
     return others * rows * elements - others * (rows + m.out_bytes) * elements // layout.world_size
 
 
-def choose_tiles(m: Message, chunk: int, parts: int, max_blocks: int, tuning: Tuning, write: bool) -> TileMap:
+def choose_shape(m: Message, layout: MemoryLayout, two_shot: bool | None = None) -> Shape:
+    """How to launch ``m``; ``two_shot`` as in :func:`choose_way`."""
+    way, total = choose_way(m, layout, two_shot), m.total
+    if way == "push":
+        return Shape(choose_push_tiles(m, total, layout), total, False, True, producers=0)
+    if way == "stream":
+        return choose_stream(m, layout)
+    two_shot, write = way == "two-shot", way != "read"
+    parts, fits = layout.world_size if two_shot else 1, (layout.row_bytes - 32) // m.in_bytes
+    tiles = choose_tiles(m, total, parts, layout, write)
+    producers = 1 if two_shot else choose_producers(m, layout) if write else layout.tuning.producer_warps
+    if two_shot:
+        fits = min(layout.part_bytes // m.in_bytes * parts - tiles.tile, layout.regions.reduced // m.out_bytes)
+    chunk = total
+    if (total if two_shot else m.longest * m.width) > fits:
+        chunk = choose_chunk(total, fits, tiles.tile)
+        tiles = choose_tiles(m, chunk, parts, layout, write)
+    return Shape(tiles, chunk, two_shot, write=write, producers=producers)
+
+
+def choose_stream(m: Message, layout: MemoryLayout) -> Shape:
+    """A sum whose rows are pushed while they are summed."""
+    total, tile = m.total, STREAM_STRETCH // m.in_bytes
+    fits, chunk = layout.inbox_row_bytes // m.in_bytes, total
+    if total > fits and m.needed * m.width + tile + m.vector > fits:
+        chunk = choose_chunk(total, fits, tile)
+    tiles = choose_push_tiles(m, chunk, layout, STREAM_STRETCH)
+    return Shape(tiles, chunk, False, push=True, producers=choose_producers(m, layout))
+
+
+def choose_producers(m: Message, layout: MemoryLayout) -> int:
+    """Warps of a block that write or stream rows of one round."""
+    tuning = layout.tuning
+    return 1 if m.extent * m.width * m.in_bytes <= tuning.one_producer_bytes else tuning.producer_warps
+
+
+def choose_tiles(m: Message, chunk: int, parts: int, layout: MemoryLayout, write: bool) -> TileMap:
     """The tile map of a chunk; ``parts`` is the number of processes in a two-shot, else 1."""
     if write:
-        return choose_write_tiles(m, chunk, parts, max_blocks, tuning)
+        return choose_write_tiles(m, chunk, parts, layout)
+    tuning, most = layout.tuning, layout.blocks
     warps, extent_bytes = tuning.threads // _WARP, m.extent * m.width * m.in_bytes
     small = extent_bytes <= tuning.small_bytes
     columns, stretches = tuning.columns, tuning.stretches
     if small:  # as many blocks as there is work for
-        columns = 1 if extent_bytes <= min(tuning.blocks, max_blocks) * warps * _WARP * 16 else 2
+        columns = 1 if extent_bytes <= most * warps * _WARP * 16 else 2
         stretches = warps
     stretch = columns * _WARP * m.vector
     tiles = -(-chunk // (stretch * stretches))
-    blocks = min(tuning.blocks, max_blocks, tiles)
+    blocks = min(most, tiles)
     return TileMap(stretch, stretches, columns, -(-tiles // blocks) if small else 1, blocks)
 
 
-def choose_write_tiles(m: Message, chunk: int, parts: int, max_blocks: int, tuning: Tuning) -> TileMap:
+def choose_write_tiles(m: Message, chunk: int, parts: int, layout: MemoryLayout) -> TileMap:
     """Every block gets work for its warps, then stretches of more columns, then larger pieces."""
-    most, vectors = min(tuning.blocks, max_blocks), -(-m.extent * m.width // (m.vector * parts))
+    tuning, most, vectors = layout.tuning, layout.blocks, -(-m.extent * m.width // (m.vector * parts))
     # Of a two-shot's short parts two stretches are enough, and fewer pieces: each is announced twice.
     lanes, pieces, least = (tuning.threads, tuning.write_pieces, 1) if parts == 1 else (2 * _WARP, 2, 2)
     columns = next(c for c in (8, 4, 2, 1) if c == 1 or vectors >= most * lanes * c)
@@ -245,12 +225,12 @@ def choose_write_tiles(m: Message, chunk: int, parts: int, max_blocks: int, tuni
     return TileMap(stretch, stretches * parts, columns, 1, min(most, tiles))
 
 
-def choose_push_tiles(m: Message, chunk: int, max_blocks: int, tuning: Tuning, num_bytes: int = 0) -> TileMap:
+def choose_push_tiles(m: Message, chunk: int, layout: MemoryLayout, num_bytes: int = 0) -> TileMap:
     """A tile is the ``num_bytes`` that one warp pushes at a time (0: a small row's group); as many blocks as tiles."""
     num_bytes = num_bytes or (FLOAT_GROUP if m.floats else INT_GROUP)
     tile = num_bytes // m.in_bytes
     tiles = -(-chunk // tile)
-    blocks = min(tuning.blocks, max_blocks, tiles)
+    blocks = min(layout.blocks, tiles)
     return TileMap(tile, 1, num_bytes // (_WARP * 16), -(-tiles // blocks), blocks)
 
 

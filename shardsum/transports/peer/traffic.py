@@ -5,13 +5,11 @@ from __future__ import annotations
 from ...core.layout import ExchangePlan, intersect, length
 from .layout import MemoryLayout
 from .shapes import Way, choose_way, describe_message, gap_of, needed
-from .tuning import Tuning
 
 
 def predict(
     plan: ExchangePlan,
     layout: MemoryLayout,
-    tuning: Tuning,
     width: int,
     in_bytes: int,
     out_bytes: int,
@@ -22,7 +20,7 @@ def predict(
     What is read is what its reader wants. What is pushed or written is the hull of what others want of a row, and
     goes to all of them; between two processes, unless it is small, without the largest gap in what the other wants
     (up to a few KiB at its ends)."""
-    way = choose_way(describe_message(plan, width, in_bytes, out_bytes, move), layout, tuning)
+    way = choose_way(describe_message(plan, width, in_bytes, out_bytes, move), layout)
     if way == "two-shot":
         return way, *_two_shot(plan, width * in_bytes, width * out_bytes)
     if way == "read":

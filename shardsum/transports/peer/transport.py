@@ -100,7 +100,7 @@ class PeerTransport:
         self._cut(choose_regions(*size, default_staging(self.world_size)))
 
     def _cut(self, regions: Regions) -> None:
-        self.layout = MemoryLayout.in_regions(regions, len(self.owners), self._hosted, self.tuning)
+        self.layout = MemoryLayout(regions, len(self.owners), self._hosted, self.tuning)
 
     def set_up(self) -> Workspace:
         """The workspace, acquired at first use. Collective then.
@@ -189,7 +189,7 @@ class PeerTransport:
         self, plan: ExchangePlan, width: int, in_bytes: int, out_bytes: int, move: bool
     ) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
         """``(two_shot, egress, ingress)``: by process, bytes of rows and results to others, and from them."""
-        way, egress, ingress = predict(plan, self.layout, self.tuning, width, in_bytes, out_bytes, move)
+        way, egress, ingress = predict(plan, self.layout, width, in_bytes, out_bytes, move)
         return way == "two-shot", egress, ingress
 
     def prepare(
@@ -240,16 +240,16 @@ class PeerTransport:
             message = shapes.describe_message(
                 plan, width, dtype.itemsize, out_dtype.itemsize, op == "copy", dtype.is_floating_point, goes_on
             )
-            shape = shapes.choose_shape(message, self.layout, self.tuning, two_shot)
+            shape = shapes.choose_shape(message, self.layout, two_shot)
             codes = (_BYTES, _BYTES) if op == "copy" else (DTYPE_CODES[dtype], DTYPE_CODES[out_dtype])
             words = plan_words(
-                plan, message, shape, self.layout, self.tuning, workspace.addresses, self.rank, codes,
+                plan, message, shape, self.layout, workspace.addresses, self.rank, codes,
                 op == "mean", scale, self.timeout, zlib.crc32(repr(key).encode()),
             )  # fmt: skip
             single = len(plan.hosted_sources(self.rank)) == 1 and len(plan.hosted_sinks(self.rank)) == 1
             if len(self._calls) == _MAX_CALLS:
                 del self._calls[next(iter(self._calls))]
-            found = self._calls[key] = PreparedCall(self, message, shape, words, single, (dtype, out_dtype))
+            found = self._calls[key] = PreparedCall(self, shape, words, single, (dtype, out_dtype))
         return found
 
     @property
