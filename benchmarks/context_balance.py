@@ -12,20 +12,17 @@ samples taken in turns.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 
 import torch
-from context_meter import Meter
+from common import Meter, parser, report_of, start
 
 from shardsum.core.layout import owners_of, split_evenly
-from shardsum.tools.bench.rows import environment
+from shardsum.tools.bench.rows import markdown, markdown_header
 from shardsum.training.context_balance import balanced_lengths
 from shardsum.training.context_kernels import backward, forward
 from shardsum.training.context_plan import Chunk, SequencePlan
@@ -87,33 +84,21 @@ def measure(args: argparse.Namespace, meter: Meter, processes: int) -> list[Row]
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--processes", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--mean", type=int, default=1024, help="mean length of the documents")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--key-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--samples", type=int, default=7)
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args(words)
+    options = parser(__doc__, samples=7, heads=32, key_heads=8, head_dim=128, mean=1024)
+    options.add_argument("--processes", type=int, nargs="+", default=[4, 8])
+    return options.parse_args(words)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
-    facts = environment([sys.executable, *sys.argv])
-    print("; ".join(f"{n} {facts[n]}" for n in ("gpu", "cpu", "cores", "torch", "date", "command") if n in facts))
-    print("\n| processes | chunks | predicted | measured | slowest ms | mean ms |\n|---|---|---|---|---|---|")
-    meter, rows = Meter(torch.device(args.device), args.samples, 0), []
+def run(args: argparse.Namespace, device: torch.device) -> list[Row]:
+    report, meter = report_of(args), Meter(device, args.samples)
+    report.say(markdown_header("processes", "chunks", "predicted", "measured", "slowest ms", "mean ms"))
     for processes in args.processes:
         for row in measure(args, meter, processes):
-            rows.append(row)
-            times = f"{row.slowest * 1e3:.3g} | {row.mean * 1e3:.3g}"
-            print(f"| {processes} | {row.chunks} | {row.predicted:.2f} | {row.measured:.2f} | {times} |", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    return rows
+            ratios = [f"{x:.2f}" for x in (row.predicted, row.measured)]
+            times = [f"{1e3 * t:.3g}" for t in (row.slowest, row.mean)]
+            report.add([row], markdown(processes, row.chunks, *ratios, *times))
+    return report.rows
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    run(arguments())
+    start(arguments(), run)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from context_ways import Gather, Kernels, UserBatch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -17,21 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardsum import ShardGroup, context_parallel_attention
 from shardsum.core import bits, reference
-from shardsum.core.layout import ExchangePlan, intersect, length, owners_of
-from shardsum.training.context_kernels import backward, forward
-from shardsum.training.context_plan import Chunk
-from shardsum.training.documents import CAUSAL, ChunkPlan, plan_chunks
+from shardsum.core.layout import ExchangePlan, length, owners_of
+from shardsum.tools.bench.cases import packed_borders
+from shardsum.training.documents import ChunkPlan, plan_chunks
 
 BF16 = torch.bfloat16
 SEED = 14  # of the documents: of the draws that share_of_padded compares, one close to the mean in every case
-
-
-def packed_borders(size: int, mean: int, seed: int = SEED) -> list[int]:
-    """Documents of exponentially distributed lengths, the last one cut; one document when ``mean`` is ``size``."""
-    draw, borders = random.Random(seed), [0]
-    while borders[-1] < size and mean < size:
-        borders.append(min(size, borders[-1] + max(1, round(draw.expovariate(1 / mean)))))
-    return borders if mean < size else [0, size]
 
 
 def share_of_padded(size: int, mean: int, world_size: int, placement: str, seeds: range) -> list[float]:
@@ -58,15 +50,12 @@ class Case:
         ranks = dist.get_world_size() * (2 if placement == "zigzag" else 1)
         self.group = ShardGroup(ranks, placement=placement)
         self.hosted, self.chunk = self.group.virtual_ranks, self.size // ranks
-        self.plans = plan_chunks([self.chunk] * ranks, borders)
-        self.chunks = [Chunk(self.plans[v], CAUSAL) for v in self.hosted]
+        cp = self.group.context_parallel([self.chunk] * ranks, borders)
+        self.plans, self.chunks, self.user = cp.plan.plans, cp.chunks, UserBatch(cp)
         inputs = [self.random_inputs(r) for r in range(ranks)]
         self.kv = torch.cat([torch.cat([k, v], -1) for _, k, v, _ in inputs])
         self.qs, self.ks, self.vs = ([inputs[v][i].requires_grad_() for v in self.hosted] for i in range(3))
         self.gs = [inputs[v][3] for v in self.hosted]
-        # Places of the chunks in a padded buffer of which a reduce_scatter gives every process its own, in their order.
-        order = sorted(range(ranks), key=lambda r: (self.group.owners[r], r))
-        self.places = [order.index(r) for r in range(ranks)]
 
     def random_inputs(self, rank: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(rank)
@@ -79,7 +68,8 @@ class Case:
 
     def attend(self, kvs: Sequence[Tensor]) -> list[Tensor]:
         """Each hosted chunk against the keys and values it needs."""
-        return [_Attend.apply(chunk, q, kv) for chunk, q, kv in zip(self.chunks, self.qs, kvs)]
+        parts = zip(self.chunks, self.qs, kvs)
+        return [Kernels.apply(chunk, None, q, *kv.chunk(2, -1)) for chunk, q, kv in parts]
 
     def gradients(self, outs: Sequence[Tensor]) -> list[Tensor]:
         """Of the hosted chunks' keys and values; those of the queries are computed, too."""
@@ -123,23 +113,6 @@ class Case:
             everyone.append(row)
         wanted = [self.plans[v].chunk for v in self.hosted]
         return reference.exchange(everyone, [p.keys for p in self.plans], wanted, out_dtype=BF16)
-
-
-class _Attend(torch.autograd.Function):
-    """A chunk's queries against the keys and values it needs, ``(keys, heads, 2 head_dim)``."""
-
-    @staticmethod
-    def forward(ctx: Any, chunk: Chunk, q: Tensor, kv: Tensor) -> Tensor:
-        out, lse = forward(q, *kv.chunk(2, -1), chunk, None)
-        ctx.chunk = chunk
-        ctx.save_for_backward(q, kv, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, kv, out, lse = ctx.saved_tensors
-        dq, dk, dv = backward(grad, q, *kv.chunk(2, -1), out, lse, ctx.chunk, None)
-        return None, dq, torch.cat([dk, dv], -1)
 
 
 def query_blocks(plan: ChunkPlan, most: int) -> Iterator[tuple[slice, tuple[int, int]]]:
@@ -193,63 +166,18 @@ class Shardsum:
 
 
 class Padded:
-    """Add the hosted partial gradients into a buffer of zeros with S rows, and reduce-scatter that.
-
-    ``by_hand``: an all_to_all of the same buffer, added in fp32 by who receives it.
-    """
+    """Add the hosted partial gradients into a buffer of zeros with S rows, and reduce-scatter that."""
 
     def __init__(self, case: Case, dtype: torch.dtype, by_hand: bool = False) -> None:
-        self.case, self.dtype, self.by_hand = case, dtype, by_hand
-        self.world_size = dist.get_world_size()
+        self.case, self.reduce = case, partial(case.user.reduce_scatter, dtype=dtype, by_hand=by_hand)
+        world_size = dist.get_world_size()
         #: Bytes that each process of a ring sends.
-        self.sent = case.kv.numel() * dtype.itemsize * (self.world_size - 1) // self.world_size
-
-    def reduce(self, partials: Sequence[Tensor]) -> list[Tensor]:
-        buffer = self._fill(partials)
-        if self.by_hand:
-            received = torch.empty_like(buffer)
-            dist.all_to_all_single(received, buffer)
-            own = received.unflatten(0, (self.world_size, -1)).sum(0, dtype=torch.float32)
-        else:
-            own = buffer.new_empty(buffer.shape[0] // self.world_size, *buffer.shape[1:])
-            dist.reduce_scatter_tensor(own, buffer)
-        return list(own.to(BF16).split(self.case.chunk))
-
-    def _fill(self, partials: Sequence[Tensor]) -> Tensor:
-        case = self.case
-        buffer = torch.zeros(case.kv.shape, dtype=self.dtype, device=case.device)
-        chunks = buffer.split(case.chunk)
-        for v, part in zip(case.hosted, partials):
-            first = case.plans[v].keys[0]
-            for r, plan in enumerate(case.plans):
-                begin, end = intersect(case.plans[v].keys, plan.chunk)
-                if begin < end:
-                    start = plan.chunk[0]
-                    chunks[case.places[r]][begin - start : end - start] += part[begin - first : end - first]
-        return buffer
+        self.sent = case.kv.numel() * dtype.itemsize * (world_size - 1) // world_size
 
     def step(self) -> list[Tensor]:
         case = self.case
         kvs = [torch.cat(pair, -1) for pair in zip(case.ks, case.vs)]
-        return case.gradients(case.attend(_PaddedGather.apply(case, self.reduce, *kvs)))
-
-
-class _PaddedGather(torch.autograd.Function):
-    """K and V of all chunks by one all_gather, in sequence order; backward by ``reduce``."""
-
-    @staticmethod
-    def forward(ctx: Any, case: Case, reduce: Callable, *kvs: Tensor) -> tuple[Tensor, ...]:
-        ctx.reduce = reduce
-        gathered = torch.empty_like(case.kv)
-        dist.all_gather_into_tensor(gathered, kvs[0] if len(kvs) == 1 else torch.cat(kvs))
-        if case.places != sorted(case.places):
-            chunks = gathered.split(case.chunk)
-            gathered = torch.cat([chunks[place] for place in case.places])
-        return tuple(gathered[slice(*case.plans[v].keys)] for v in case.hosted)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.reduce(grads)
+        return case.gradients(case.attend(Gather.apply(case.user, self.reduce, *kvs)))
 
 
 class TorchContextParallel:

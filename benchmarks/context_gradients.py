@@ -24,24 +24,21 @@ Times: medians [20 %, 80 %] of the slowest process, ways in turns.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from context_cases import BF16, Case, Padded, Shardsum, TorchContextParallel, packed_borders, share_of_padded
-from context_main import main
-from context_meter import Meter
+from common import Meter, ms, parser, report_of, start
+from context_cases import BF16, SEED, Case, Padded, Shardsum, TorchContextParallel, share_of_padded
 from torch import Tensor
 
-from shardsum.tools.bench.rows import environment
+from shardsum.tools.bench.cases import packed_borders
+from shardsum.tools.bench.rows import markdown, markdown_header
 from shardsum.tools.bench.timing import Timing
 
 MOST_ERROR = 2e-2  # a few times what bf16 loses here
@@ -109,51 +106,42 @@ def measure_torch(meter: Meter, case: Case, profile: str, exact: list[Tensor], b
 
 COLUMNS = ["placement", "way", "total MB", "of padded bf16", "busiest MB", "reduction ms", "peak MB", "error"]
 COLUMNS += ["step ms", "peak MB", "error"]
-HEADER = f"\n| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
 def line(row: Row) -> str:
     def mb(n: int | None) -> str:
         return "-" if n is None else f"{n / 1e6:.2f}"
 
-    def ms(t: Timing | None) -> str:
-        return "-" if t is None else f"{t.median * 1e3:.3g} [{t.p20 * 1e3:.3g}, {t.p80 * 1e3:.3g}]"
-
     def number(x: float | None, form: str) -> str:
         return "-" if x is None else format(x, form)
 
-    cells = [row.placement, row.way, mb(row.total), number(row.of_padded, ".2f"), mb(row.busiest), ms(row.reduction)]
-    cells += [mb(row.reduction_peak), number(row.reduction_error, ".1e"), ms(row.step), mb(row.step_peak)]
-    return f"| {' | '.join([*cells, number(row.step_error, '.1e')])} |"
+    sent = [mb(row.total), number(row.of_padded, ".2f"), mb(row.busiest)]
+    times = ["-" if t is None else ms(t) for t in (row.reduction, row.step)]
+    reduction = [times[0], mb(row.reduction_peak), number(row.reduction_error, ".1e")]
+    step = [times[1], mb(row.step_peak), number(row.step_error, ".1e")]
+    return markdown(row.placement, row.way, *sent, *reduction, *step)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--size", type=int, help="S, a multiple of 2 G (default 4096 on the CPU, 32768 on GPUs)")
-    parser.add_argument("--heads", type=int, help="of queries, keys and values (default 4 on the CPU, 8 on GPUs)")
-    parser.add_argument("--head-dim", type=int, help="default 64 on the CPU, 128 on GPUs")
-    parser.add_argument("--samples", type=int, default=11)
-    parser.add_argument("--json", type=Path, help="where process 0 writes the rows")
-    args = parser.parse_args()
+    options = parser(__doc__, samples=11)
+    options.add_argument("--size", type=int, help="S, a multiple of 2 G (default 4096 on the CPU, 32768 on GPUs)")
+    options.add_argument("--heads", type=int, help="of queries, keys and values (default 4 on the CPU, 8 on GPUs)")
+    options.add_argument("--head-dim", type=int, help="default 64 on the CPU, 128 on GPUs")
+    args = options.parse_args()
     for name, (cpu, cuda) in {"size": (4096, 32768), "heads": (4, 8), "head_dim": (64, 128)}.items():
         if getattr(args, name) is None:
             setattr(args, name, cuda if args.device == "cuda" else cpu)
     if args.size % (2 * int(os.environ["WORLD_SIZE"])):
-        parser.error(f"--size: {args.size} is not a multiple of twice the number of processes")
+        options.error(f"--size: {args.size} is not a multiple of twice the number of processes")
     return args
 
 
 def run(args: argparse.Namespace, device: torch.device) -> None:
-    count, first = dist.get_world_size(), dist.get_rank() == 0
-    say = partial(print, flush=True) if first else lambda *_: None
-    facts = environment(["torchrun", f"--nproc-per-node={count}", *sys.argv]) | {"backend": dist.get_backend()}
-    say("; ".join(f"{n} {facts[n]}" for n in ("gpu", "cpu", "cores", "torch", "nccl", "date", "command") if n in facts))
-    say(f"G = {count}, S = {args.size}, {args.heads} heads of {args.head_dim}, bf16")
-    meter, rows = Meter(device, args.samples, MOST_ERROR), []
+    count, report, meter = dist.get_world_size(), report_of(args), Meter(device, args.samples, MOST_ERROR)
+    report.say(f"G = {count}, S = {args.size}, {args.heads} heads of {args.head_dim}, bf16")
     for profile, part in (("one causal sequence", 1), ("documents of mean S/4", 4), ("documents of mean S/16", 16)):
-        borders = packed_borders(args.size, args.size // part)
-        say(f"\n{profile}: lengths {[b - a for a, b in pairwise(borders)]}\n{HEADER}")
+        borders = packed_borders(args.size, args.size // part, SEED)
+        report.say(f"\n{profile}: lengths {[b - a for a, b in pairwise(borders)]}", markdown_header(*COLUMNS))
         notes: list[str] = []
         for placement in ("contiguous", "zigzag"):
             if part > 1:
@@ -161,12 +149,9 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
                 low, mid, high = quantiles(shares, n=20)[0], fmean(shares), quantiles(shares, n=20)[-1]
                 notes.append(f"{placement}: {mid:.2f} of padded bf16 over 1000 draws (5 % {low:.2f}, 95 % {high:.2f})")
             found, note = measure(meter, Case(device, borders, args.heads, args.head_dim, placement), profile)
-            rows += found
-            say("\n".join(map(line, found)))
-        say("\n" + "\n".join([*notes, note]))
-    if first and args.json:
-        args.json.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+            report.add(found, *map(line, found))
+        report.say("", *notes, note)
 
 
 if __name__ == "__main__":
-    main(arguments(), run)
+    start(arguments(), run)

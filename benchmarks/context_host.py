@@ -11,62 +11,40 @@ memory in those runs, and what the profiler counts as the host's own time, by op
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
-from statistics import median
-from typing import Any
+from functools import partial
 
 import torch
-from context_cases import packed_borders
-from context_main import main
+import torch.distributed as dist
+from common import Meter, parser, start
 from context_parallel import SEED
 from context_ways import Layer
 from torch.profiler import ProfilerActivity, profile
 
+from shardsum.tools.bench.cases import packed_borders
+
 LAYERS = 4
-
-
-def sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds(device: torch.device, *parts: Callable[..., Any]) -> list[float]:
-    """Medians of the time until each of the parts returns; each gets the result of the one before it."""
-    found = []
-    for _ in range(9):
-        result, times = None, []
-        sync(device)
-        for part in parts:
-            begin = time.perf_counter()
-            result = part(result)
-            times.append(time.perf_counter() - begin)
-        found.append(times)
-    sync(device)
-    return [median(column) for column in zip(*found)]
 
 
 def driver_allocations(device: torch.device) -> int:
     return torch.cuda.memory_stats(device).get("num_device_alloc", 0) if device.type == "cuda" else 0
 
 
-def describe(layer: Layer, device: torch.device) -> list[str]:
-    (qs, ks, vs), gs = ([[x.detach().requires_grad_() for x in xs] for xs in layer.inputs], layer.gs)
+def describe(layer: Layer, meter: Meter) -> list[str]:
+    device, attend = meter.device, partial(layer.cp.attention, *layer.inputs)
+    inputs = [x.requires_grad_() for xs in layer.inputs for x in xs]
     step, model = layer.ways()["shardsum"], layer.ways(LAYERS)["shardsum"]
     for _ in range(3):
         step(), model()
     before = driver_allocations(device)
-    forward, backward = seconds(
-        device,
-        lambda _: layer.cp.attention(qs, ks, vs),
-        lambda outs: torch.autograd.grad(outs, [*qs, *ks, *vs], gs),
-    )
-    (row,) = seconds(device, lambda _: model())
+    forward, outs = meter.host(attend), attend()
+    backward = meter.host(partial(torch.autograd.grad, outs, inputs, layer.gs, retain_graph=True))
+    row = meter.host(model)
     asked = driver_allocations(device) - before
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as run:
         step()
-        sync(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
     sent_again = "K and V sent again" if layer.cp.recompute_exchange else "K and V kept"
     said = f"forward {1e3 * forward:.3f} ms, backward {1e3 * backward:.3f} ms, in a row {1e3 * row / LAYERS:.3f} ms"
     events = sorted(run.key_averages(), key=lambda e: -e.self_cpu_time_total)
@@ -75,24 +53,19 @@ def describe(layer: Layer, device: torch.device) -> list[str]:
 
 
 def run(args: argparse.Namespace, device: torch.device) -> None:
-    processes = int(torch.distributed.get_world_size()) if torch.distributed.is_initialized() else 2
-    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    meter, processes = Meter(device, args.samples), dist.get_world_size() if dist.is_initialized() else 2
     for part in (1, 128):
         borders = packed_borders(args.size, args.size // part, SEED)
         for placement in ("contiguous", "zigzag"):
             layer = Layer(device, borders, processes, placement, args.heads, args.key_heads, args.head_dim)
-            lines = describe(layer, device)
-            if first:
+            lines = describe(layer, meter)
+            if meter.processes.first:
                 print(f"\n{len(borders) - 1} documents, {placement}:", *lines, sep="\n", flush=True)
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    for name, value in (("size", 65536), ("heads", 32), ("key-heads", 8), ("head-dim", 128)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    return parser.parse_args(words)
+    return parser(__doc__, samples=9, size=65536, heads=32, key_heads=8, head_dim=128).parse_args(words)
 
 
 if __name__ == "__main__":
-    main(arguments(), run)
+    start(arguments(), run)

@@ -19,28 +19,23 @@ part of that. Peak: what torch allocates during the layer, results included.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from context_cases import packed_borders
-from context_main import main
-from context_meter import Meter
+from common import Meter, ms, parser, report_of, start
 from context_ways import Layer
 
 from shardsum.core import bits
-from shardsum.tools.bench.rows import environment
+from shardsum.tools.bench.cases import packed_borders
+from shardsum.tools.bench.rows import markdown, markdown_header
 from shardsum.tools.bench.timing import Timing
 
 SEED = 3  # of the documents
 MEANS = (1, 8, 32, 128, 512)  # positions over the mean length
 MOST_ERROR = 2e-2  # a few times what bf16 loses here
 HOST_LAYERS = 4
-HEADER = "| documents | processes | placement | way | ms | of user | host ms | alone | peak MB | difference |"
+COLUMNS = ["documents", "processes", "placement", "way", "ms", "of user", "host ms", "alone", "peak MB", "difference"]
 
 
 @dataclass
@@ -86,48 +81,33 @@ def measure(layer: Layer, meter: Meter, processes: int, placement: str) -> list[
 
 
 def line(row: Row) -> str:
-    ms = [1e3 * t for t in (row.step.median, row.step.p20, row.step.p80, row.host, row.host_alone)]
-    cells = [row.documents, row.processes, row.placement, row.way, f"{ms[0]:.4g} [{ms[1]:.4g}, {ms[2]:.4g}]"]
-    cells += [f"{row.of_user:.3f}", f"{ms[3]:.3g}", f"{ms[4]:.3g}", f"{row.peak / 1e6:.1f}", f"{row.difference:.1e}"]
-    return f"| {' | '.join(map(str, cells))} |"
+    host = [f"{1e3 * t:.3g}" for t in (row.host, row.host_alone)]
+    cells = [f"{row.of_user:.3f}", *host, f"{row.peak / 1e6:.1f}", f"{row.difference:.1e}"]
+    return markdown(row.documents, row.processes, row.placement, row.way, ms(row.step), *cells)
 
 
 def run(args: argparse.Namespace, device: torch.device) -> list[Row]:
     real = dist.get_world_size() if dist.is_initialized() else 1
-    first = real == 1 or dist.get_rank() == 0
-    say = partial(print, flush=True) if first else lambda *_: None
-    facts = environment([sys.executable, *sys.argv])
-    say("; ".join(f"{n} {facts[n]}" for n in ("gpu", "cpu", "cores", "torch", "nccl", "date", "command") if n in facts))
-    say(f"{args.size} positions, {args.heads} query and {args.key_heads} key heads of {args.head_dim}, bf16")
-    say(f"\n{HEADER}\n{'|---' * 10}|")
-    meter, rows = Meter(device, args.samples, MOST_ERROR), []
+    report, meter = report_of(args, **{"real processes": real}), Meter(device, args.samples, MOST_ERROR)
+    report.say(f"{args.size} positions, {args.heads} query and {args.key_heads} key heads of {args.head_dim}, bf16")
+    report.say(markdown_header(*COLUMNS))
     for processes in [real] if real > 1 else args.processes:
         for part in args.parts:
             borders = packed_borders(args.size, args.size // part, SEED)
             for placement in ("contiguous", "zigzag"):
                 layer = Layer(device, borders, processes, placement, args.heads, args.key_heads, args.head_dim)
                 found = measure(layer, meter, processes, placement)
-                rows += found
-                say("\n".join(map(line, found)))
-                if first and args.json:  # as far as it has come
-                    data = {**facts, "real processes": real, "rows": [asdict(row) for row in rows]}
-                    args.json.write_text(json.dumps(data, indent=1) + "\n")
-    return rows
+                report.add(found, *map(line, found))
+    return report.rows
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--size", type=int, default=65536, help="positions")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--key-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--parts", type=int, nargs="+", default=MEANS, help="positions over the documents' mean length")
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="whose chunks one process runs")
-    parser.add_argument("--samples", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="where process 0 writes the rows")
-    return parser.parse_args(words)
+    options = parser(__doc__, samples=5, size=65536, heads=32, key_heads=8, head_dim=128)
+    parts = "positions over the documents' mean length"
+    options.add_argument("--parts", type=int, nargs="+", default=MEANS, help=parts)
+    options.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="whose chunks one process runs")
+    return options.parse_args(words)
 
 
 if __name__ == "__main__":
-    main(arguments(), run)
+    start(arguments(), run)

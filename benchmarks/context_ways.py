@@ -131,7 +131,7 @@ class UserBatch:
     def attention(
         self, qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], scale: float | None = None
     ) -> list[Tensor]:
-        parts = _Gather.apply(self, *ks, *vs)
+        parts = Gather.apply(self, self.reduce_scatter, *ks, *vs)
         keys, values = parts[: len(ks)], parts[len(ks) :]
         return [_varlen(*x, scale) for x in zip(qs, keys, values, self.borders, self.chunks)]
 
@@ -145,10 +145,14 @@ class UserBatch:
         chunks = whole.split(self.length)
         return torch.cat([chunks[place] for place in self.places])
 
-    def reduce_scatter(self, grads: Sequence[Tensor]) -> list[Tensor]:
+    def reduce_scatter(
+        self, grads: Sequence[Tensor], dtype: torch.dtype | None = None, by_hand: bool = False
+    ) -> list[Tensor]:
+        """Gradients of what each hosted chunk needs, added into a buffer of zeros of ``dtype`` (default theirs), whose
+        chunks go to their owners. ``by_hand``: by an all_to_all, and added in fp32 by who receives them."""
         if self.group.world_size == len(grads) == 1:
             return list(grads)
-        buffer = grads[0].new_zeros(self.size, *grads[0].shape[1:])
+        buffer = grads[0].new_zeros(self.size, *grads[0].shape[1:], dtype=dtype)
         for grad, chunk in zip(grads, self.chunks):
             buffer[slice(*chunk.plan.keys)] += grad
         if self.group.world_size == 1:
@@ -156,24 +160,30 @@ class UserBatch:
         if self.places != sorted(self.places):
             chunks = buffer.split(self.length)
             buffer = torch.cat([chunks[self.places.index(place)] for place in range(len(chunks))])
-        own = buffer.new_empty(self.size // self.group.world_size, *buffer.shape[1:])
-        dist.reduce_scatter_tensor(own, buffer)
-        return list(own.split(self.length))
+        if by_hand:
+            received = torch.empty_like(buffer)
+            dist.all_to_all_single(received, buffer)
+            own = received.unflatten(0, (self.group.world_size, -1)).sum(0, dtype=torch.float32)
+        else:
+            own = buffer.new_empty(self.size // self.group.world_size, *buffer.shape[1:])
+            dist.reduce_scatter_tensor(own, buffer)
+        return list(own.to(grads[0].dtype).split(self.length))
 
 
-class _Gather(torch.autograd.Function):
-    """Keys and values that each hosted chunk needs, as slices of all; backward adds into buffers of all positions."""
+class Gather(torch.autograd.Function):
+    """Of each of several tensors, whose hosted chunks are given one tensor after the other: the rows that each hosted
+    chunk needs, as slices of all; backward by ``reduce``."""
 
     @staticmethod
-    def forward(ctx: Any, batch: UserBatch, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.batch, n = batch, len(batch.chunks)
-        wholes = [batch.all_gather(xs[:n]), batch.all_gather(xs[n:])]
+    def forward(ctx: Any, batch: UserBatch, reduce: Callable, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.reduce, ctx.count = reduce, len(batch.chunks)
+        wholes = [batch.all_gather(xs[i : i + ctx.count]) for i in range(0, len(xs), ctx.count)]
         return tuple(whole[slice(*chunk.plan.keys)] for whole in wholes for chunk in batch.chunks)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        n = len(ctx.batch.chunks)
-        return None, *ctx.batch.reduce_scatter(grads[:n]), *ctx.batch.reduce_scatter(grads[n:])
+        parts = (grads[i : i + ctx.count] for i in range(0, len(grads), ctx.count))
+        return None, None, *(x for part in parts for x in ctx.reduce(part))
 
 
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -184,10 +194,12 @@ def _varlen(
 ) -> Tensor:
     if q.is_cuda:
         return varlen_attn(q, k, v, *borders, scale=scale, window_size=(-1, 0), **_GROUPED)
-    return _Cpu.apply(chunk, scale, q, k, v)  # torch's variable-length kernel is for GPUs
+    return Kernels.apply(chunk, scale, q, k, v)  # torch's variable-length kernel is for GPUs
 
 
-class _Cpu(torch.autograd.Function):
+class Kernels(torch.autograd.Function):
+    """The library's kernels for one chunk."""
+
     @staticmethod
     def forward(ctx: Any, chunk: Chunk, scale: float | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, lse = forward(q, k, v, chunk, scale)

@@ -108,6 +108,7 @@ def main() -> None:
     if not (torch.cuda.is_available() and native.status().has_cuda):
         raise SystemExit(f"gpu_kernel: needs a GPU and CUDA kernels ({native.status().reason})")
     report = Report(arguments.json, environment() | {"device": "cuda"})
+    report.introduce()
     bench = Bench(report, "cuda", arguments.samples)
     none, compiled = Baselines(()), Baselines(("compile",))
     parts = {
@@ -121,7 +122,6 @@ def main() -> None:
             for case in cases:
                 bench.measure(local.prepare(case, "cuda", baselines))
                 torch.cuda.empty_cache()
-    report.save()
     print("\nbelow a goal:", *(misses(report.rows)), *(f"WRONG {name}" for name in bench.failed), sep="\n  ")
 
 

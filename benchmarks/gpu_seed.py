@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,12 +33,18 @@ from shardsum.core import reference
 from shardsum.local import kernels
 from shardsum.native import loader as native
 from shardsum.native import recipe as building
-from shardsum.tools.bench.rows import environment
-from shardsum.tools.bench.timing import sampler, turns
+from shardsum.tools.bench.rows import Report, environment
+from shardsum.tools.bench.timing import Timing, sampler, turns
 
 SIZE, LENGTHS = 20, [8, 12, 10, 18]
 VARIANTS = ("empty", "mask tensor", "constant memory", "compiled bits", "arguments")
 SETS = 32
+
+
+@dataclass
+class Row:
+    variant: str
+    seconds: Timing
 
 
 def build() -> ctypes.CDLL:
@@ -60,6 +65,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     assert native.status().has_cuda, native.status().reason
+    report = Report(arguments.json, environment())
     library = build()
     xs = [torch.randn(len(LENGTHS), SIZE, device="cuda") for _ in range(SETS)]
     outs = [torch.empty(SIZE, device="cuda") for _ in range(SETS)]
@@ -91,12 +97,10 @@ def main() -> None:
             want = reference.ragged_sum([x[r, :n] for r, n in enumerate(LENGTHS)], [0] * 4, SIZE, out_dtype=x.dtype)
             assert name == "empty" or torch.equal(out, want), f"{name} is wrong"
     bound = {name: [lambda c=call, x=x, o=o: c(x, o) for x, o in zip(xs, outs)] for name, call in calls.items()}
+    report.introduce()
     timings = turns({name: sampler(calls, device="cuda") for name, calls in bound.items()}, 25)
     for name, timing in timings.items():
-        print(f"{name:16} {timing}")
-    if arguments.json is not None:
-        rows = {name: asdict(timing) for name, timing in timings.items()}
-        arguments.json.write_text(json.dumps({"facts": environment(), "seconds": rows}, indent=1) + "\n")
+        report.add([Row(name, timing)], f"{name:16} {timing}")
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ import sys
 from functools import partial
 
 import torch
-import torch.distributed as dist
-from context_meter import Meter
+from common import Meter, ms
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from shardsum import ShardGroup, ragged_sum
+from shardsum.tools.launcher import launched
 from shardsum.tools.train.config import RunConfig
 from shardsum.tools.train.data import Corpus
 from shardsum.tools.train.model import ByteTransformer
@@ -68,7 +68,7 @@ def travelled(row: Tensor, wire: torch.dtype) -> Tensor:
 def times(device: torch.device) -> None:
     """Prints what a forward and backward pass takes with each wire."""
     width, rows, samples = (2048, 2048, 15) if device.type == "cuda" else (512, 64, 9)
-    group, meter = ShardGroup(device=device), Meter(device, samples, 0.1)
+    group, meter = ShardGroup(device=device), Meter(device, samples)
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(group.rank)).to(device)
 
     def model(wire: str) -> DistributedDataParallel:
@@ -102,18 +102,13 @@ def times(device: torch.device) -> None:
     if group.rank == 0:
         print(f"{exact.numel() * 4 / 1e6:.0f} MB of gradients, {group.world_size} processes, {device}; ms, error")
         for wire, t in measured.items():
-            print(f"{wire:12} {t.median * 1e3:8.3f} [{t.p20 * 1e3:.3f}, {t.p80 * 1e3:.3f}]  {errors[wire]:.1e}")
+            print(f"{wire:12} {ms(t)}  {errors[wire]:.1e}")
 
 
 def main() -> None:
     if "WORLD_SIZE" in os.environ:
-        device = torch.device("cpu")
-        if sys.argv[1:] == ["cuda"]:
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
-        times(device)
-        dist.destroy_process_group()
+        with launched("cuda" if sys.argv[1:] == ["cuda"] else "cpu", 120) as device:
+            times(device)
         return
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 50
     rows = gradients(steps)

@@ -26,23 +26,20 @@ everything verified first.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import Meter, parser, report_of
 from torch import Tensor
 
 from shardsum import MaskedSum, ShardGroup, masked_sum, ragged_sum
 from shardsum.core import bits, reference
 from shardsum.native import loader as native
-from shardsum.tools.bench.rows import environment
+from shardsum.tools.bench.rows import Report
 from shardsum.tools.bench.symmetric import Symmetric
 from shardsum.tools.bench.timing import Processes, Timing, turns
 from shardsum.tools.launcher import launched
@@ -58,21 +55,11 @@ NEW = "new lengths, out="
 POSITIONS, WIDTH = 32, 256  # of a collective: 16 KiB of bf16
 
 
-def sampler(call: Callable[[], Any], device: torch.device, processes: Processes) -> Callable[[], float]:
-    """Seconds of host time a call, once each time it is called."""
-
-    def sample() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        processes.slowest(0)
-        begin = time.perf_counter()
-        for _ in range(BURST):
-            call()
-        return processes.slowest((time.perf_counter() - begin) / BURST)
-
-    for _ in range(3):
-        sample()
-    return sample
+@dataclass
+class Row:
+    case: str
+    variant: str
+    seconds: Timing
 
 
 def local_sums(lengths: list[int], size: int, device: torch.device, skip: Sequence[str] = ()) -> Calls:
@@ -177,45 +164,29 @@ def collectives(group: ShardGroup, processes: Processes) -> Calls:
     return calls
 
 
-def measure(
-    name: str, calls: Calls, device: torch.device, processes: Processes, samples: int, skip: Sequence[str] = ()
-) -> dict[str, Timing]:
-    timings = turns({n: sampler(c, device, processes) for n, c in calls.items() if n not in skip}, samples)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"\n{name}")
-        for variant, timing in timings.items():
-            print(f"  {variant:20} {timing}", flush=True)
-    return timings
+def measure(name: str, calls: Calls, meter: Meter, report: Report, skip: Sequence[str]) -> None:
+    samplers = {n: meter.sampler(call, BURST, wait=False) for n, call in calls.items() if n not in skip}
+    timings = turns(samplers, meter.samples)
+    lines = (f"  {variant:20} {timing}" for variant, timing in timings.items())
+    report.add([Row(name, variant, timing) for variant, timing in timings.items()], f"\n{name}", *lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--samples", type=int, default=200)
-    parser.add_argument("--skip", nargs="*", default=(), help="variants to leave out")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    options = parser(__doc__, samples=200)
+    options.add_argument("--skip", nargs="*", default=(), help="variants to leave out")
+    args = options.parse_args()
     native.load()
-    measured: dict[str, dict[str, Timing]] = {}
     with launched(args.device, 60) as device:
-        several = dist.is_initialized()
-        processes = Processes(dist.new_group(backend="gloo") if several else None)
-        if several:
+        meter, report = Meter(device, args.samples), report_of(args)
+        if dist.is_initialized():
             group = ShardGroup(device=device)
-            name = f"{group.world_size} processes, {POSITIONS} x {WIDTH} bf16"
-            calls = collectives(group, processes)
-            measured[name] = measure(name, calls, device, processes, args.samples, args.skip)
-            print(f"transport: {group.stats().route.transport}") if group.rank == 0 else None
-        else:
-            for text, lengths in SUMS.items():
-                name = f"R={len(lengths)}, {text}, fp32"
-                calls = local_sums(lengths, int(text.split()[0]), device, args.skip)
-                measured[name] = measure(name, calls, device, processes, args.samples, args.skip)
-        first = not several or dist.get_rank() == 0
-    if args.json and first:
-        rows = {name: {v: asdict(t) for v, t in timings.items()} for name, timings in measured.items()}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({**environment(), "seconds": rows}, indent=1) + "\n")
+            calls = collectives(group, meter.processes)
+            measure(f"{group.world_size} processes, {POSITIONS} x {WIDTH} bf16", calls, meter, report, args.skip)
+            report.say(f"transport: {group.stats().route.transport}")
+            return
+        for text, lengths in SUMS.items():
+            calls = local_sums(lengths, int(text.split()[0]), device, args.skip)
+            measure(f"R={len(lengths)}, {text}, fp32", calls, meter, report, args.skip)
 
 
 if __name__ == "__main__":

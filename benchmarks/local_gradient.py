@@ -15,18 +15,27 @@ CUDA until the GPU is done.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import torch
+from common import Meter, parser, report_of, start
 from torch import Tensor
 
 from shardsum import MaskedSum, ragged_sum
 from shardsum.core import bits
-from shardsum.tools.bench.rows import environment
+
+
+@dataclass
+class Row:
+    """Microseconds of a call with its backward."""
+
+    shape: str
+    ragged_sum: float
+    MaskedSum: float
+    eager: float
+    compile: float
+
 
 SHAPES = {"small": (4, 8, 16), "8 MiB": (4, 1024, 1024), "1 GiB": (8, 16384, 4096)}  # bf16: 2 bytes
 
@@ -62,37 +71,16 @@ def ways(num_ranks: int, size: int, width: int, device: str) -> dict[str, Callab
     return calls
 
 
-def microseconds(call: Callable[[], Tensor], calls: int, device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / calls * 1e6
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    results = {}
+def run(args: argparse.Namespace, device: torch.device) -> None:
+    report = report_of(args)
     for shape, (num_ranks, size, width) in SHAPES.items():
-        if args.device == "cpu" and shape == "1 GiB":
+        if device.type == "cpu" and shape == "1 GiB":
             continue
-        calls, samples = (50, 30) if shape == "small" else (5, 10)
-        run = ways(num_ranks, size, width, args.device)
-        times: dict[str, list[float]] = {name: [] for name in run}
-        for _ in range(samples):
-            for name, call in run.items():
-                times[name].append(microseconds(call, calls, args.device))
-        results[shape] = {name: round(statistics.median(values), 1) for name, values in times.items()}
-        print(f"{shape:6}", *(f"{name} {value}" for name, value in results[shape].items()), sep="  ")
-    if args.json:
-        args.json.write_text(json.dumps({"environment": environment(), "microseconds": results}, indent=1) + "\n")
+        calls, samples = (50, args.samples) if shape == "small" else (5, args.samples // 3)
+        times = Meter(device, samples).times(ways(num_ranks, size, width, device.type), calls)
+        row = Row(shape, **{name: round(timing.median * 1e6, 1) for name, timing in times.items()})
+        report.add([row], "  ".join(f"{name} {value}" for name, value in asdict(row).items()))
 
 
 if __name__ == "__main__":
-    main()
+    start(parser(__doc__, samples=30).parse_args(), run)

@@ -9,8 +9,7 @@ call, the slower process, the median over replays. No baselines: those are in pe
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +18,16 @@ import torch.distributed as dist
 from shardsum.core import bits, reference
 from shardsum.core.layout import ExchangePlan, intervals_of, owners_of, split_evenly
 from shardsum.native import loader as native
+from shardsum.tools.bench.timing import Processes, sampler, turns
 from shardsum.tools.launcher import launched
 from shardsum.transports.peer.transport import PeerTransport
 
-WIDTH, MIB, CALLS = 512, 1 << 20, 10
+WIDTH, MIB = 512, 1 << 20
 
 
 class Shapes:
     def __init__(self, device: torch.device) -> None:
-        self.rank, self.device = dist.get_rank(), device
-        self.side = dist.new_group(backend="gloo")
+        self.rank, self.device, self.processes = dist.get_rank(), device, Processes.launched()
         self.transports: dict[tuple[int, str], PeerTransport] = {}
 
     def transport(self, num_ranks: int, placement: str) -> PeerTransport:
@@ -37,26 +36,6 @@ class Shapes:
             made = self.transports[num_ranks, placement] = PeerTransport(world, owners, self.device, timeout=20)
             made.set_up()
         return self.transports[num_ranks, placement]
-
-    def time(self, run: Callable[[int], None]) -> float:
-        run(0)
-        torch.cuda.synchronize()
-        graph, times = torch.cuda.CUDAGraph(), []
-        with torch.cuda.graph(graph):
-            for i in range(CALLS):
-                run(i)
-        for _ in range(12):
-            dist.barrier(group=self.side)
-            graph.replay()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            slowest = torch.tensor([begin.elapsed_time(end)])
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.side)
-            times.append(slowest.item() * 1e3 / CALLS)
-        return statistics.median(times)
 
     def case(
         self,
@@ -90,7 +69,9 @@ class Shapes:
                 starts = [held[0] - begin for held in plan.sources]
                 want = reference.ragged_sum(shards, starts, end - begin, op=op, scale=scale, out_dtype=out_dtype)
                 assert bits.equal(out, want), f"{name}: {bits.first_difference(out, want)}"
-        us, way = self.time(run), "two rounds" if call.shape.two_shot else "pushed" if call.shape.push else "written"
+        sample = sampler([partial(run, i) for i in range(2)], device="cuda", processes=self.processes)
+        us = turns({name: sample}, 10)[name].median * 1e6
+        way = "two rounds" if call.shape.two_shot else "pushed" if call.shape.push else "written"
         if self.rank == 0:
             elements = max(end for _, end in plan.sinks) * WIDTH
             launches = -(-elements // call.shape.chunk)

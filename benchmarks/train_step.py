@@ -24,20 +24,15 @@ at most.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from context_cases import packed_borders
-from context_main import main
-from context_meter import Meter
+from common import Meter, ms, parser, report_of, start
 from context_ways import UserBatch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,8 +41,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
 from shardsum import ShardGroup
-from shardsum.tools.bench.rows import environment
-from shardsum.tools.bench.timing import Timing, turns
+from shardsum.tools.bench.cases import packed_borders
+from shardsum.tools.bench.rows import markdown, markdown_header
+from shardsum.tools.bench.timing import Timing
 
 SEED = 3  # of the documents
 MOST_DIFFERENCE = 1e-2
@@ -70,7 +66,7 @@ SIZES: dict[str, dict[str, int]] = {
         "vocab_size": 256,
     },
 }
-HEADER = "| mean | documents | way | tokens/s | step ms | of best user | peak GB | loss |"
+COLUMNS = ["mean", "documents", "way", "tokens/s", "step ms", "of best user", "peak GB", "loss"]
 
 
 @dataclass
@@ -197,9 +193,7 @@ def measure(training: Training, meter: Meter, mean: int, borders: list[int], onl
         for a, b in zip(found[way], found[USER]):
             assert abs(a - b) <= MOST_DIFFERENCE * abs(b), f"loss and norm of the gradient, {way} and {USER}: {found}"
     steps = {way: partial(training.step, way, borders) for way in ways}
-    for step in steps.values():
-        step()
-    times = turns({way: partial(meter.seconds, step) for way, step in steps.items()}, meter.samples)
+    times = meter.times(steps, count=1)
     peaks = {way: meter.peak(step, whole=True) for way, step in steps.items()}
     tokens, user = borders[-1], min(t.median for way, t in times.items() if way.startswith("user"))
     return [
@@ -209,48 +203,30 @@ def measure(training: Training, meter: Meter, mean: int, borders: list[int], onl
 
 
 def line(row: Row) -> str:
-    ms = [1e3 * t for t in (row.step.median, row.step.p20, row.step.p80)]
-    cells = [
-        row.mean,
-        row.documents,
-        row.way,
-        f"{row.tokens_per_second:.4g}",
-        f"{ms[0]:.4g} [{ms[1]:.4g}, {ms[2]:.4g}]",
-    ]
-    return f"| {' | '.join(map(str, [*cells, f'{row.of_user:.3f}', f'{row.peak / 1e9:.2f}', f'{row.loss:.4f}']))} |"
+    cells = [ms(row.step), f"{row.of_user:.3f}", f"{row.peak / 1e9:.2f}", f"{row.loss:.4f}"]
+    return markdown(row.mean, row.documents, row.way, f"{row.tokens_per_second:.4g}", *cells)
 
 
 def run(args: argparse.Namespace, device: torch.device) -> list[Row]:
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    say = partial(print, flush=True) if first else lambda *_: None
-    facts = environment([sys.executable, *sys.argv])
-    say("; ".join(f"{n} {facts[n]}" for n in ("gpu", "cpu", "cores", "torch", "nccl", "date", "command") if n in facts))
     training = Training("small" if args.small else "1B", args.positions, device)
-    parameters = sum(p.numel() for p in training.model.parameters())
-    processes = training.processes
-    say(f"{parameters / 1e9:.3g} billion parameters, {args.positions} positions, {processes} processes, bf16")
-    say(f"\n{HEADER}\n{'|---' * 8}|")
-    meter, rows = Meter(device, args.samples, MOST_DIFFERENCE), []
+    parameters, processes = sum(p.numel() for p in training.model.parameters()), training.processes
+    report = report_of(args, parameters=parameters, positions=args.positions, processes=processes)
+    report.say(f"{parameters / 1e9:.3g} billion parameters, {args.positions} positions, {processes} processes, bf16")
+    report.say(markdown_header(*COLUMNS))
+    meter = Meter(device, args.samples)
     for mean in args.means:
         found = measure(training, meter, mean, packed_borders(args.positions, mean, SEED), args.only)
-        rows += found
-        say("\n".join(map(line, found)))
-        if first and args.json:  # as far as it has come
-            data = {**facts, "parameters": parameters, "positions": args.positions, "processes": processes}
-            args.json.write_text(json.dumps({**data, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    return rows
+        report.add(found, *map(line, found))
+    return report.rows
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--small", action="store_true", help="a tiny model and 256 positions")
-    parser.add_argument("--positions", type=int)
-    parser.add_argument("--means", type=int, nargs="+", help="mean lengths of the documents")
-    parser.add_argument("--only", choices=NAMES, nargs="+", default=NAMES, help='ways beside "user, contiguous"')
-    parser.add_argument("--samples", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="where process 0 writes the rows")
-    args = parser.parse_args(words)
+    options = parser(__doc__, samples=3)
+    options.add_argument("--small", action="store_true", help="a tiny model and 256 positions")
+    options.add_argument("--positions", type=int)
+    options.add_argument("--means", type=int, nargs="+", help="mean lengths of the documents")
+    options.add_argument("--only", choices=NAMES, nargs="+", default=NAMES, help='ways beside "user, contiguous"')
+    args = options.parse_args(words)
     args.positions = args.positions or (256 if args.small else 65536)
     if args.means is None and args.only == ["torch"]:
         args.means = [args.positions]
@@ -259,4 +235,4 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main(arguments(), run)
+    start(arguments(), run)

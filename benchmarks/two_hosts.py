@@ -17,24 +17,23 @@ taken without peer memory between the hosts. At the end comes how far prediction
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import time
 from collections.abc import Callable, Mapping
-from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import Meter, parser, report_of, start
 
 from shardsum import ShardGroup
 from shardsum.core import bits, reference
 from shardsum.core.layout import intervals_of, split_evenly
 from shardsum.group.routes import best_of
 from shardsum.tools.bench.calibrate import calibrate
-from shardsum.tools.bench.timing import Processes, host_seconds, sampler, turns
+from shardsum.tools.bench.timing import host_seconds, sampler, turns
 from shardsum.transports import costs
 from shardsum.transports.domains import host
 
@@ -49,43 +48,35 @@ def link_bytes() -> int:
     return sum(int(Path(f"/sys/class/net/{device}/statistics/{name}").read_text()) for name in COUNTERS)
 
 
-def measure(
-    ways: Mapping[str, Callable[[], object]], repeat: int, side: dist.ProcessGroup, device: str
-) -> dict[str, dict[str, float]]:
-    """Of each way, called in turns: median, fastest and slowest milliseconds of the slowest process, and megabytes over
-    the link a call. ``side``: the processes, on the host."""
-    times, moved = {name: [] for name in ways}, {name: [] for name in ways}
-    for i in range(repeat + 2):
-        for name, fn in ways.items():
-            before = link_bytes()  # before anybody can begin
-            dist.barrier(side)
-            begin = time.perf_counter()
-            fn()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.MAX, group=side)
-            if i >= 2:
-                times[name].append(took.item() * 1e3)
-                moved[name].append((link_bytes() - before) / 1e6)
+def measure(ways: Mapping[str, Callable[[], object]], meter: Meter) -> dict[str, dict[str, Any]]:
+    """Of each way, called in turns: milliseconds of the slowest process, and megabytes over the link a call."""
+    samplers, moved = {name: meter.sampler(fn) for name, fn in ways.items()}, {name: [] for name in ways}
+
+    def sample(name: str) -> float:
+        before = link_bytes()  # before anybody can begin
+        seconds = samplers[name]()
+        moved[name].append((link_bytes() - before) / 1e6)
+        return seconds
+
+    timings = turns({name: partial(sample, name) for name in ways}, meter.samples)
     return {
         name: {
-            "ms": round(statistics.median(times[name]), 3), "fastest_ms": round(min(times[name]), 3),
-            "slowest_ms": round(max(times[name]), 3), "link_mb": round(statistics.median(moved[name]), 3),
+            "ms": round(t.median * 1e3, 3), "ms_20": round(t.p20 * 1e3, 3), "ms_80": round(t.p80 * 1e3, 3),
+            "link_mb": round(statistics.median(moved[name]), 3),
         }
-        for name in ways
+        for name, t in timings.items()
     }  # fmt: skip
 
 
 def in_graphs(
-    ways: Mapping[str, Callable[[], object]], repeat: int, side: dist.ProcessGroup, check: Callable[[str, object], None]
+    ways: Mapping[str, Callable[[], object]], meter: Meter, check: Callable[[str, object], None]
 ) -> dict[str, float]:
     """Milliseconds of each way in a CUDA graph; ``check`` gets its name and what a replay gave."""
-    ready = {name: sampler(fn, device="cuda", processes=Processes(side)) for name, fn in ways.items()}
+    ready = {name: sampler(fn, device="cuda", processes=meter.processes) for name, fn in ways.items()}
     for name, sample in ready.items():
         sample()
         check(name, sample.output)
-    return {name: round(timing.median * 1e3, 4) for name, timing in turns(ready, repeat).items()}
+    return {name: round(timing.median * 1e3, 4) for name, timing in turns(ready, meter.samples).items()}
 
 
 def predicted_of(row: dict) -> float:
@@ -115,22 +106,20 @@ def compare(name: str, got: object, wanted: list[torch.Tensor]) -> None:
 
 
 class Bench:
-    """The cases on one set of processes.
+    """The cases on one set of processes."""
 
-    Args:
-        side: these processes, on the host.
-    """
-
-    def __init__(self, args: argparse.Namespace, side: dist.ProcessGroup) -> None:
-        self.args, self.device, self.side, self.rows = args, args.device, side, []
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.device, self.meter = args, args.device, Meter(device, args.samples)
         self.domains = hosts(args.device, args.members)
         if args.costs:
-            self.constants = costs.load(args.costs)[args.device]
+            constants = costs.load(args.costs)[args.device]
         else:
-            self.constants = calibrate(ShardGroup(domains=self.domains, device=self.device))
-        self.table = {args.device: self.constants}
-        if dist.get_rank() == 0:
-            print(self.constants, flush=True)
+            constants = calibrate(ShardGroup(domains=self.domains, device=self.device))
+        self.table = {args.device: constants}
+        facts = {name: getattr(args, name) for name in ("size", "width", "members")}
+        processes, rate = dist.get_world_size(), os.environ.get("RATE")
+        self.report = report_of(args, **facts, rate=rate, processes=processes, dtype="bfloat16", costs=vars(constants))
+        self.report.say(str(constants))
 
     def case(self, name: str, profile: str, ranks: int, size: int) -> None:
         """Verify and time one collective."""
@@ -161,14 +150,14 @@ class Bench:
             ways[transport] = partial(getattr(group, name), mine, lengths, size=size)
             compare(f"{label} {transport}", ways[transport](), wanted)
             sent = torch.tensor([group.stats().sent])
-            dist.all_reduce(sent, group=self.side)
+            dist.all_reduce(sent, group=self.meter.processes.group)
             handed[transport] = round(sent.item() / 1e6, 3)
-        found = measure(ways, args.repeat, self.side, self.device)
+        found = measure(ways, self.meter)
         routes = {t: group.stats().route for t, group in groups.items()}
         if self.device == "cuda":
             auto = best_of(routes).transport
             for way, ms in self.graphs(label, ways, groups, wanted).items():
-                busy = host_seconds([ways[way]], Processes(self.side), ms / 1e3)
+                busy = host_seconds([ways[way]], self.meter.processes, ms / 1e3)
                 found[way] |= {"graph_ms": ms, "host_ms": round(busy * 1e3, 4)}
         else:
             auto = ShardGroup(ranks, **setting).explain(
@@ -193,28 +182,24 @@ class Bench:
             if way in groups:
                 compare(f"{label} {way} in a graph", got, wanted)
 
-        return in_graphs(ways, self.args.repeat, self.side, check)
+        return in_graphs(ways, self.meter, check)
 
     def add(self, row: dict) -> None:
-        self.rows.append(row)
-        if dist.get_rank() == 0:
-            graph = ""
-            if "graph_ms" in row:
-                graph = f", in a graph {row['graph_ms']:8.3f}, host {row['host_ms']:6.3f}"
-            predicted = ""
-            if "predicted_ms" in row:
-                off = 100 * (row["predicted_ms"] / predicted_of(row) - 1)
-                predicted = f", predicted {row['predicted_ms']:.3f} ({off:+.0f} %){', auto' * row['auto']}"
-            print(
-                f"{row['collective']:15} {row['profile']:7} R={row['ranks']:<3} {row['size']:6} {row['variant']:20} "
-                f"{row['link_mb']:8.2f} MB {row['ms']:9.3f} ms ({row['fastest_ms']:.3f} to {row['slowest_ms']:.3f})"
-                + graph + predicted, flush=True,
-            )  # fmt: skip
+        graph = ""
+        if "graph_ms" in row:
+            graph = f", in a graph {row['graph_ms']:8.3f}, host {row['host_ms']:6.3f}"
+        predicted = ""
+        if "predicted_ms" in row:
+            off = 100 * (row["predicted_ms"] / predicted_of(row) - 1)
+            predicted = f", predicted {row['predicted_ms']:.3f} ({off:+.0f} %){', auto' * row['auto']}"
+        case = f"{row['collective']:15} {row['profile']:7} R={row['ranks']:<3} {row['size']:6} {row['variant']:20}"
+        measured = f"{row['link_mb']:8.2f} MB {row['ms']:9.3f} ms [{row['ms_20']:.3f}, {row['ms_80']:.3f}]"
+        self.report.add([row], f"{case} {measured}{graph}{predicted}")
 
     def summary(self) -> dict[str, float]:
         """Of each way: how far the predictions are off at most, and how much slower what "auto" takes is than the best
         way; both as a part of the measured time."""
-        predicted = [row for row in self.rows if "predicted_ms" in row]
+        predicted = [row for row in self.report.rows if "predicted_ms" in row]
         off = {way: 0.0 for way in dict.fromkeys(row["variant"] for row in predicted)}
         best: dict[tuple, float] = {}
         for row in predicted:
@@ -229,48 +214,28 @@ class Bench:
         return {way: round(value, 3) for way, value in off.items()} | {"auto is behind": round(max(behind), 3)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--members", type=int, default=1, help="GPUs that are declared one host")
-    parser.add_argument("--size", type=int, nargs="+", default=[4096], help="positions")
-    parser.add_argument("--width", type=int, default=512, help="elements of a position")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--profiles", nargs="+", default=["full", "causal"], choices=["full", "causal"])
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--costs", help="cost file; default: measured first")
-    parser.add_argument("--json", help="where the results go")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    side = dist.new_group(backend="gloo")
-    bench = Bench(args, side)
+def run(args: argparse.Namespace, device: torch.device) -> None:
+    bench = Bench(args, device)
     for size in args.size:
         for name in ("all_reduce", "reduce_scatter"):
             for profile in args.profiles:
                 for ranks in args.ranks:
                     bench.case(name, profile, ranks, size)
-    if dist.get_rank() == 0:
-        summary = bench.summary()
-        print("off at most, of the measured time:", summary)
-        if args.json:
-            rate = os.environ.get("RATE")
-            setup = {
-                "command": f"RATE={rate} benchmarks/two_hosts.sh benchmarks/two_hosts.py", "rate": rate,
-                "processes": dist.get_world_size(), "size": args.size, "width": args.width, "dtype": "bfloat16",
-                "torch": torch.__version__, "date": str(date.today()), "repeat": args.repeat,
-                "cpu_count": os.cpu_count(), "costs": vars(bench.constants), "off": summary,
-            }  # fmt: skip
-            if args.device == "cuda":
-                members = f" --members {args.members}" * (args.members > 1)
-                flags = f"--device cuda{members} --size {' '.join(map(str, args.size))}"
-                setup["command"] = f"torchrun --nproc-per-node={setup['processes']} benchmarks/two_hosts.py {flags}"
-                setup["gpu"] = torch.cuda.get_device_name()
-            Path(args.json).write_text(json.dumps({"setup": setup, "rows": bench.rows}, indent=1) + "\n")
-    dist.destroy_process_group()
+    bench.report.facts["off"] = bench.summary()
+    bench.report.say(f"off at most, of the measured time: {bench.report.facts['off']}")
+    bench.report.save()
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    options = parser(__doc__, samples=9)
+    options.add_argument("--members", type=int, default=1, help="GPUs that are declared one host")
+    options.add_argument("--size", type=int, nargs="+", default=[4096], help="positions")
+    options.add_argument("--width", type=int, default=512, help="elements of a position")
+    options.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
+    options.add_argument("--profiles", nargs="+", default=["full", "causal"], choices=["full", "causal"])
+    options.add_argument("--costs", help="cost file; default: measured first")
+    return options.parse_args(words)
 
 
 if __name__ == "__main__":
-    main()
+    start(arguments(), run)

@@ -36,7 +36,7 @@ from ..group.routes import Route, Router, best_of
 from ..group.terms import Reduce
 from ..transports import costs as cost_tables
 from ..transports.domains import Domains
-from .bench.collective_cases import packed_documents
+from .bench.cases import packed_documents
 from .pictures import new_figure
 
 TRANSPORTS = ("gather", "all_to_all", "carry")

@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from shardsum import ShardGroup
 from shardsum.tools import cli
-from shardsum.tools.bench import cases, collective_cases, local, plots, rows, timing
+from shardsum.tools.bench import cases, collectives, local, plots, rows, timing
 from shardsum.tools.bench.cases import Case, lengths_of
 from shardsum.transports import costs
 from tests.processes import run_processes
@@ -52,12 +52,12 @@ def test_names_of_cases_tell_them_apart_and_shapes_stand_together(device: str) -
     shapes = [(c.num_ranks, c.size, c.width, c.dtype) for c in cases.full(device) if c.operation == "ragged_sum"]
     runs = sum(a != b for a, b in zip(shapes, [None, *shapes]))
     assert runs == len(set(shapes))  # torch.compile compiles each once
-    names = [str(case) for case in collective_cases.full(device)]
+    names = [str(case) for case in collectives.full(device)]
     assert len(set(names)) == len(names)
 
 
 def test_documents_reach_back_over_their_chunk() -> None:
-    held = collective_cases.packed_documents(4, 1000, 60)
+    held = cases.packed_documents(4, 1000, 60)
     assert [end for _, end in held] == [250, 500, 750, 1000]
     assert held[0][0] == 0 and all(0 <= begin <= 250 * i for i, (begin, _) in enumerate(held))
     assert any(begin < 250 * i for i, (begin, _) in enumerate(held))
@@ -228,7 +228,7 @@ def calibrated_as_gpus(rank: int, world: int, domains: list[str]) -> costs.Costs
     calibrate._WIRE_BYTES["cuda"] = 1 << 16
     calibrate.host_seconds = lambda calls, together, seconds: together.slowest(float(rank))
     group = ShardGroup(domains=domains)
-    return calibrate._of_gpus(group, group.wire, 1.0, 2)
+    return calibrate._of_gpus(calibrate._Transfers(group, group.wire, 2), 1.0)
 
 
 @pytest.mark.parametrize("domains", [["a", "a", "b"], ["a", "b", "c"], ["a", "a", "a"]])

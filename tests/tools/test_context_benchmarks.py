@@ -18,8 +18,8 @@ import context_balance
 import context_gradients
 import context_host
 import context_parallel
+from common import Meter
 from context_cases import Case, packed_borders, share_of_padded
-from context_meter import Meter
 
 SIZE = 256
 LAYER = ["--heads", "2", "--key-heads", "1", "--head-dim", "8", "--samples", "1"]
@@ -33,7 +33,7 @@ def test_bytes_of_the_adjoint_over_those_of_a_padded_reduce_scatter() -> None:
 
 
 def _measure(rank: int, world_size: int, mean: int, placement: str) -> list[context_gradients.Row]:
-    case = Case(torch.device("cpu"), packed_borders(SIZE, mean), 2, 16, placement)
+    case = Case(torch.device("cpu"), packed_borders(SIZE, mean, context_gradients.SEED), 2, 16, placement)
     return context_gradients.measure(Meter(torch.device("cpu"), 1, 2e-2), case, "")[0]
 
 
@@ -68,20 +68,9 @@ def test_the_hosts_part_of_a_layer(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_balance_of_every_arrangement() -> None:
     words = [*LAYER, "--processes", "2", "--mean", "20"]
-    rows = context_balance.run(context_balance.arguments(words))
+    rows = context_balance.run(context_balance.arguments(words), torch.device("cpu"))
     assert [row.chunks for row in rows[:2]] == ["equal, contiguous", "equal, zigzag"] and len(rows) == 4
     assert rows[2].predicted < rows[0].predicted and min(row.slowest for row in rows) > 0
-
-
-def _overlap(rank: int, world_size: int) -> None:
-    import context_overlap
-
-    words = [*LAYER, "--size", "64", "--means", "8", "64"]
-    context_overlap.run(context_overlap.arguments(words), torch.device("cpu"))
-
-
-def test_overlapped_attention_has_the_bits_of_attention_in_turn() -> None:
-    run_processes(_overlap, 2)  # asserts it
 
 
 def _train_step(rank: int, world_size: int) -> list[Any]:

@@ -19,11 +19,11 @@ from ...local.functional import ragged_sum
 from ...training.shard_group import ShardGroup
 from ...transports import Wire, stamp
 from ...transports.costs import Costs
-from ...transports.domains import Domains
 from .timing import Processes, host_seconds, sampler, turns
 
 _WIRE_BYTES = {"cpu": 8 << 20, "cuda": 16 << 20}  # of one process
 _ROW_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}  # of each of four rows
+_SMALL = 64
 
 
 def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
@@ -36,109 +36,120 @@ def calibrate(group: ShardGroup, repeat: int = 20) -> Costs:
     Returns:
         The same constants on every process: those of the slowest. With one process the wire's are 0 and 1e9.
     """
-    device, domains = group.device, group.domains
-    rows = torch.ones((4, _ROW_BYTES[device.type] // 4), device=device)
+    rows = torch.ones((4, _ROW_BYTES[group.device.type] // 4), device=group.device)
     out = torch.empty_like(rows[0])
     seconds = _slowest(group, lambda: ragged_sum(rows, out=out), repeat)
-    memory = rows.numel() * 4 / seconds / 1e9
-    wire = group.wire
-    if wire is None:
-        return Costs(0.0, 1e9, _three_digits(memory))
-    if device.type == "cuda":
-        return _of_gpus(group, wire, _three_digits(memory), repeat)
+    memory = _three_digits(rows.numel() * 4 / seconds / 1e9)
+    if group.wire is None:
+        return Costs(0.0, 1e9, memory)
+    measure = _of_gpus if group.device.type == "cuda" else _of_cpus
+    return measure(_Transfers(group, group.wire, repeat), memory)
+
+
+class _Transfers:
+    """Seconds of transfers between the processes of a group, those of the slowest process."""
+
+    def __init__(self, group: ShardGroup, wire: Wire, repeat: int) -> None:
+        self.group, self.wire, self.repeat, self.device = group, wire, repeat, group.device
+        self.domains, self.world = group.domains, wire.world_size
+        members = self.domains.members
+        #: Who sends to whom: every process to the next one in its domain; member i of each domain to that of the next.
+        self.neighbours = {a: b for m in members for a, b in zip(m, m[1:] + m[:1])}
+        self.across = {a: b for m, n in zip(members, [*members[1:], members[0]]) for a, b in zip(m, n)}
+        self.lone_across = {a: self.across[a] for a, *_ in members}
+        self.most = max(map(len, members))
+
+    def seconds(self, start: Callable[[], Any]) -> float:
+        name = stamp("calibrate", {})
+
+        def call() -> None:
+            self.wire.begin(name, 0, beside=False)
+            self.wire.wait(start(), self.device)
+
+        return _slowest(self.group, call, self.repeat)
+
+    def exchange(self, receives: list[int], sends: list[int]) -> float:
+        def buffers() -> tuple[Tensor, Tensor]:
+            return torch.empty(sum(receives), dtype=torch.uint8, device=self.device), self._bytes(sum(sends))
+
+        kept = buffers() if self.device.type == "cuda" else None  # new memory costs a CPU time, as in a collective
+        return self.seconds(lambda: self.wire.all_to_all(*(kept or buffers()), receives, sends))
+
+    def move(self, partners: dict[int, int], size: int) -> float:
+        """Every key of ``partners`` sends to its value."""
+        receives, sends = [0] * self.world, [0] * self.world
+        for a, b in partners.items():
+            if a != b:
+                sends[b] += size if a == self.wire.rank else 0
+                receives[a] += size if b == self.wire.rank else 0
+        return self.exchange(receives, sends)
+
+    def gather(self, size: int) -> float:
+        mine, everyone = self._bytes(size), self._bytes(size * self.world)
+        return self.seconds(lambda: self.wire.all_gather(everyone, mine))
+
+    def batch(self, size: int) -> float:
+        """As a ring."""
+        mine, theirs, rank = self._bytes(size), self._bytes(size), self.wire.rank
+
+        def start() -> Any:
+            self.wire.send(mine, (rank + 1) % self.world, 0)
+            self.wire.recv(theirs, (rank - 1) % self.world, 0)
+            return self.wire.flush()
+
+        return self.seconds(start)
+
+    def _bytes(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+
+def _of_cpus(transfers: _Transfers, memory: float) -> Costs:
+    domains, size = transfers.domains, _WIRE_BYTES["cpu"]
     if domains.count == 1:
-        latency = _slowest(group, lambda: _small(wire, device), 5 * repeat)
-        each = _WIRE_BYTES[device.type] // wire.world_size
-        everyone = [each] * wire.world_size
-        seconds = _slowest(group, lambda: _move(wire, device, everyone, everyone), repeat)
-        bandwidth = each * (wire.world_size - 1) / max(seconds - latency, 1e-9) / 1e9
-        return Costs(*map(_three_digits, (latency * 1e6, bandwidth, memory)))
-
-    def gbps(partners: dict[int, int], size: int) -> float:
-        seconds = _slowest(group, lambda: _move(wire, device, *_splits(wire, partners, size)), repeat)
-        return size / max(seconds - latency, 1e-9) / 1e9
-
-    across = _across(domains)
-    latency = _slowest(group, lambda: _move(wire, device, *_splits(wire, across, 64)), 5 * repeat)
-    neighbours = {a: b for m in domains.members for a, b in zip(m, m[1:] + m[:1])}
-    size = _WIRE_BYTES[device.type] // max(map(len, domains.members))
-    own, shared = gbps({a: across[a] for a, *_ in domains.members}, size), gbps(across, size)
+        latency, everyone = transfers.gather(_SMALL), [size // transfers.world] * transfers.world
+        gbps = _rate(transfers.exchange(everyone, everyone), latency, everyone[0] * (transfers.world - 1))
+        return Costs(_three_digits(latency * 1e6), _three_digits(gbps), memory)
+    latency, size = transfers.move(transfers.across, _SMALL), size // transfers.most
+    own, shared = (_rate(transfers.move(p, size), latency, size) for p in (transfers.lone_across, transfers.across))
     inside_latency, inside = latency, own
-    if any(a != b for a, b in neighbours.items()):
-        inside_latency = _slowest(group, lambda: _move(wire, device, *_splits(wire, neighbours, 64)), 5 * repeat)
-        inside = gbps(neighbours, size)
-    members = max(map(len, domains.members))
-    constants = [inside_latency * 1e6, inside, memory, latency * 1e6, own, shared * members]
+    if transfers.most > 1:
+        inside_latency = transfers.move(transfers.neighbours, _SMALL)
+        inside = _rate(transfers.move(transfers.neighbours, size), latency, size)
+    constants = [inside_latency * 1e6, inside, memory, latency * 1e6, own, shared * transfers.most]
     # What a machine's processes get when all send at once, over whatever link lets more through.
     constants.append(max(inside, shared) * max(map(domains.machine_of.count, domains.machine_of)))
     return Costs(*map(_three_digits, constants))
 
 
-def _of_gpus(group: ShardGroup, wire: Wire, memory: float, repeat: int) -> Costs:
-    device, domains, world = group.device, group.domains, wire.world_size
-    word, around = torch.zeros(2, dtype=torch.int64, device=device), {p: (p + 1) % world for p in range(world)}
-
-    def seconds(start: Callable[[], Any]) -> float:
-        def call() -> None:
-            wire.begin(stamp("calibrate", {}), 0, beside=False)
-            wire.wait(start(), device)
-
-        return _slowest(group, call, repeat)
-
-    def move(partners: dict[int, int], size: int) -> float:
-        receives, sends = _splits(wire, partners, size)
-        data, received = _bytes(sum(sends), device), _bytes(sum(receives), device)
-        return seconds(lambda: wire.all_to_all(received, data, receives, sends))
-
-    def gather(size: int) -> float:
-        mine, everyone = _bytes(size, device), _bytes(size * world, device)
-        return seconds(lambda: wire.all_gather(everyone, mine)) - launch
-
-    def batch(size: int) -> float:
-        mine, theirs = _bytes(size, device), _bytes(size, device)
-
-        def start() -> Any:
-            wire.send(mine, around[wire.rank], 0)
-            wire.recv(theirs, (wire.rank - 1) % world, 0)
-            return wire.flush()
-
-        return seconds(start) - launch
-
-    def rate(time: float, latency: float, size: int) -> float:
-        return size / max(time - latency, 1e-9) / 1e9
-
-    launch = _slowest(group, lambda: word.add_(1), repeat)
-    small, large, most = 64, _WIRE_BYTES["cuda"], max(map(len, domains.members))
-    gathering, whole = gather(small), gather(large)
+def _of_gpus(transfers: _Transfers, memory: float) -> Costs:
+    group, world, domains, large = transfers.group, transfers.world, transfers.domains, _WIRE_BYTES["cuda"]
+    word, around = torch.zeros(2, dtype=torch.int64, device=group.device), {p: (p + 1) % world for p in range(world)}
+    launch = _slowest(group, lambda: word.add_(1), transfers.repeat)
+    gathering, whole = (transfers.gather(size) - launch for size in (_SMALL, large))
     found = {
         "launch_us": launch * 1e6,
         "gather_latency_us": gathering * 1e6,
-        "gather_gbps": rate(whole, gathering, large * (world - 1)),
-        "batch_latency_us": batch(small) * 1e6,
+        "gather_gbps": _rate(whole, gathering, large * (world - 1)),
+        "batch_latency_us": (transfers.batch(_SMALL) - launch) * 1e6,
     }
-    latency = move(around, small)
-    found["exchange_gbps"] = 2 * rate(move(around, large), latency, large)
-    inside, gbps = latency, rate(move({0: domains.members[0][-1] or 1}, large), latency, large)
+    latency = transfers.move(around, _SMALL)
+    found["exchange_gbps"] = 2 * _rate(transfers.move(around, large), latency, large)
+    inside, gbps = latency, _rate(transfers.move({0: domains.members[0][-1] or 1}, large), latency, large)
     if domains.count > 1:
-        first, second = domains.members[:2]
+        (first, second), part = domains.members[:2], large // transfers.most
         pairs = dict(zip(first, second))
-        across = _across(domains)
-        latency = move({a: across[a] for a, *_ in domains.members}, small)
+        latency = transfers.move(transfers.lone_across, _SMALL)
         found["between_latency_us"] = latency * 1e6
-        found["between_gbps"] = rate(move({first[0]: second[0]}, large), latency, large)
-        found["domain_gbps"] = rate(move(pairs, large // most), latency, large // most) * len(pairs)
-        if most > 1:
-            inside = move({a: b for m in domains.members for a, b in zip(m, m[1:] + m[:1])}, small)
+        found["between_gbps"] = _rate(transfers.move({first[0]: second[0]}, large), latency, large)
+        found["domain_gbps"] = _rate(transfers.move(pairs, part), latency, part) * len(pairs)
+        if transfers.most > 1:
+            inside = transfers.move(transfers.neighbours, _SMALL)
         else:
             inside, gbps = latency, found["between_gbps"]
-    shards, lengths = [torch.zeros((1, 8), device=device)] * len(group.virtual_ranks), [1] * group.num_virtual_ranks
+    shards, lengths = [torch.zeros((1, 8), device=group.device)] * len(group.virtual_ranks), [1] * len(group.owners)
     found["enqueue_us"] = host_seconds([lambda: group.all_reduce(shards, lengths)], _Together(group), 1e-4) * 1e6
     constants = {name: _three_digits(value) for name, value in found.items()}
     return Costs(_three_digits(inside * 1e6), _three_digits(gbps), memory, **constants)
-
-
-def _bytes(size: int, device: torch.device) -> Tensor:
-    return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
 class _Together(Processes):
@@ -149,43 +160,16 @@ class _Together(Processes):
         self._shards = group
 
     def slowest(self, value: float) -> float:
-        group = self._shards
-        mine = torch.tensor([value], dtype=torch.float64, device=group.device)
-        ranks = [mine] * len(group.virtual_ranks)
-        return float(group.all_gather(ranks, [1] * group.num_virtual_ranks).max())
+        return max(ns for (ns,) in self._shards.gather_ints("calibrate", [round(value * 1e9)], 1)) / 1e9
 
 
-def _across(domains: Domains) -> dict[int, int]:
-    """Member i of each domain sends to member i of the next one, where there is one."""
-    following = [*domains.members[1:], domains.members[0]]
-    return {a: b for m, n in zip(domains.members, following) for a, b in zip(m, n)}
-
-
-def _splits(wire: Wire, partners: dict[int, int], size: int) -> tuple[list[int], list[int]]:
-    """What this process receives and sends, by process, where every key of ``partners`` sends to its value."""
-    receives, sends = [0] * wire.world_size, [0] * wire.world_size
-    for a, b in partners.items():
-        if a != b:
-            sends[b] += size if a == wire.rank else 0
-            receives[a] += size if b == wire.rank else 0
-    return receives, sends
+def _rate(time: float, latency: float, size: int) -> float:
+    return size / max(time - latency, 1e-9) / 1e9
 
 
 def _three_digits(value: float) -> float:
     """Rounded, but never to 0: costs divide by it."""
     return float(f"{value:.3g}")
-
-
-def _small(wire: Wire, device: torch.device) -> None:
-    mine = torch.zeros(64, dtype=torch.uint8, device=device)
-    everyone = torch.empty(64 * wire.world_size, dtype=torch.uint8, device=device)
-    wire.wait(wire.all_gather(everyone, mine), device)
-
-
-def _move(wire: Wire, device: torch.device, receives: list[int], sends: list[int]) -> None:
-    data = torch.zeros(sum(sends), dtype=torch.uint8, device=device)
-    received = torch.empty(sum(receives), dtype=torch.uint8, device=device)
-    wire.wait(wire.all_to_all(received, data, receives, sends), device)
 
 
 def _slowest(group: ShardGroup, fn: Callable[[], object], repeat: int) -> float:

@@ -1,4 +1,4 @@
-"""What is measured: shapes, dtypes and how long each virtual rank's shard is."""
+"""Local sums that are measured: shapes, dtypes and how long each virtual rank's shard is; and packed documents."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+
+from ...core.layout import Interval, split_evenly
+from ...training.documents import plan_chunks
 
 Profile = Literal["full", "random", "causal", "skewed", "seed"]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -107,6 +110,7 @@ def _full_cpu() -> list[Case]:
     bf16 = replace(fp32, dtype="bf16")
     cases = [SEED, *_profiles(fp32, 0.1, 0.3, 0.5, 0.7), *_profiles(bf16)]
     cases += [
+        replace(fp32, width=256),
         replace(fp32, operation="allocating"),
         replace(fp32, operation="masked_sum"),
         replace(fp32, operation="masked_sum", size=1 << 22, width=1),
@@ -114,3 +118,16 @@ def _full_cpu() -> list[Case]:
     ]
     cases += [replace(fp32, num_ranks=4, size=size, width=256) for size in (16, 128, 1024, 8192, 65536)]
     return cases + [replace(fp32, num_ranks=n, size=size) for n, size in ((2, 4096), (4, 4096), (64, 1024))]
+
+
+def packed_borders(size: int, mean: int, seed: int = 0) -> list[int]:
+    """Documents of exponentially distributed lengths, the last one cut; one document where ``mean`` is ``size``."""
+    draw, borders = random.Random(seed), [0]
+    while borders[-1] < size and mean < size:
+        borders.append(min(size, borders[-1] + max(1, round(draw.expovariate(1 / mean)))))
+    return borders if mean < size else [0, size]
+
+
+def packed_documents(count: int, size: int, mean: int) -> list[Interval]:
+    """Per even chunk, the interval from the start of its oldest document to its end."""
+    return [plan.keys for plan in plan_chunks(split_evenly(size, count), packed_borders(size, mean))]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core import bits
-from .rows import Report, Row
+from .rows import Report, Row, table
 from .timing import Call, Processes, Sampler, Timing, host_seconds, sampler, turns
 
 
@@ -28,7 +28,7 @@ class Variant:
         tolerance: how far each element may be off; None: not in a single bit.
         once: gives the result to verify, for calls that change their input.
         bytes: useful bytes where they are not the job's.
-        wire_bytes: of the busiest process.
+        wire_bytes: of the busiest process, and of all.
         traffic: gives ``wire_bytes`` after a call, where only that tells.
     """
 
@@ -38,8 +38,8 @@ class Variant:
     tolerance: Tensor | None = None
     once: Call | None = None
     bytes: int | None = None
-    wire_bytes: int | None = None
-    traffic: Callable[[], int] | None = None
+    wire_bytes: tuple[int, int] | None = None
+    traffic: Callable[[], tuple[int, int]] | None = None
 
 
 @dataclass
@@ -91,7 +91,8 @@ class Bench:
             if self.device == "cuda":
                 host = host_seconds(variant.calls, self.processes, timings[variant.name].median)
             rows.append(_row(job, variant, timings, baseline, host, wrong))
-        self.report.add(rows)
+        if rows:
+            self.report.add(rows, *table(rows))
 
     def _prepare(self, job: Job, variant: Variant) -> tuple[Sampler, int]:
         wrong = self._wrong(job, variant, variant.once()) if variant.once is not None else 0
@@ -104,9 +105,9 @@ class Bench:
             variant.wire_bytes = variant.traffic()
         return sample, wrong
 
-    def _wrong(self, job: Job, variant: Variant, got: Tensor) -> int:
+    def _wrong(self, job: Job, variant: Variant, got: Tensor | list[Tensor]) -> int:
         """The most wrong elements on any process."""
-        want = variant.want
+        want, got = variant.want, torch.cat(got) if isinstance(got, list) else got
         assert want is not None
         off = got.shape != want.shape
         count = want.numel() if off else int((bits.int_view(got.to(want.dtype)) != bits.int_view(want)).sum())
@@ -126,11 +127,11 @@ def _row(
 ) -> Row:
     t = timings[variant.name]
     useful = job.facts["bytes"] if variant.bytes is None else variant.bytes
+    moved, total = variant.wire_bytes or (None, None)
     if isinstance(job.ceiling, Sequence):
         top = min((timings[name].median for name in job.ceiling if name in timings), default=None)
         percent = None if top is None else 100 * (useful / t.median) / (job.facts["bytes"] / top)
     else:
-        moved = variant.wire_bytes
         percent = None if moved is None else 100 * moved / t.median / 1e9 / job.ceiling
     return Row(
         **{**job.facts, "bytes": useful},
@@ -141,7 +142,8 @@ def _row(
         us_least=t.least * 1e6,
         gbps=useful / t.median / 1e9,
         percent=percent,
-        wire_bytes=variant.wire_bytes,
+        wire_bytes=moved,
+        total_bytes=total,
         baseline=baseline,
         speedup=None if baseline is None else timings[baseline].median / t.median,
         host_us=None if host is None else host * 1e6,

@@ -33,7 +33,7 @@ class Row:
         gbps: ``bytes`` over ``us``, in 1e9 bytes a second.
         percent: of this run's ceiling. Local sums: of a copy that reads half of ``bytes`` and writes half. Collectives:
             ``wire_bytes`` over ``us``, of the rate of the wire.
-        wire_bytes: that the busiest process sends or receives; None for local sums.
+        wire_bytes, total_bytes: that the busiest process sends or receives, and all of them send; None for local sums.
         baseline, speedup: the named baseline's time over this one's; in a local sum it is the fastest one.
         host_us: microseconds the host is busy with an eager call (GPU only).
         wrong: elements with other bits than the reference. The baselines round elsewhere: theirs may differ within
@@ -64,6 +64,7 @@ class Row:
     host_us: float | None
     wrong: int
     cold: bool
+    total_bytes: int | None = None
 
     @property
     def wire_gbps(self) -> float | None:
@@ -82,24 +83,23 @@ class Report:
 
     def __init__(self, path: Path | None, facts: dict[str, Any], speaks: bool = True) -> None:
         self.path, self.facts, self.speaks = path, facts, speaks
-        self.rows: list[Row] = []
+        #: Of one dataclass, or dicts.
+        self.rows: list[Any] = []
 
-    def say(self, line: str) -> None:
+    def introduce(self) -> None:
+        """Print the facts without which figures mean nothing."""
+        for name in ("gpu", "cpu", "cores", "torch", "nccl", "date", "command"):
+            if name in self.facts:
+                self.say(f"{name:8} {self.facts[name]}")
+
+    def say(self, *lines: str) -> None:
         if self.speaks:
-            print(line, flush=True)
+            print(*lines, sep="\n", flush=True)
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """The rows of one case."""
+    def add(self, rows: Sequence[Any], *lines: str) -> None:
+        """The rows of one case, and how they are printed."""
         self.rows += rows
-        if not rows:
-            return
-        first = rows[0]
-        warm = "" if first.cold else ", in cache"
-        over = f"; x: over {first.baseline}" if first.baseline else ""
-        self.say(f"\n{first.case}, fill {first.fill:.2f}, {first.bytes} bytes{warm}{over}")
-        self.say(header(first))
-        for row in rows:
-            self.say(line(row))
+        self.say(*lines)
         self.save()
 
     def save(self) -> None:
@@ -107,8 +107,18 @@ class Report:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_suffix(".part")
-        new.write_text(json.dumps({**self.facts, "rows": [asdict(row) for row in self.rows]}, indent=1) + "\n")
+        rows = [row if isinstance(row, dict) else asdict(row) for row in self.rows]
+        new.write_text(json.dumps({**self.facts, "rows": rows}, indent=1) + "\n")
         os.replace(new, self.path)
+
+
+def markdown(*cells: object) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def markdown_header(*names: str) -> str:
+    return f"\n{markdown(*names)}\n{'|---' * len(names)}|"
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
@@ -125,28 +135,44 @@ def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
     return facts, rows
 
 
-def header(row: Row) -> str:
-    ceiling = f"{'% copy':>7}" if row.wire_bytes is None else f"{'wire':>8} {'% wire':>7}"
-    return f"  {'':30} {'us':>10} {'20 %':>10} {'80 %':>10} {'GB/s':>8} {ceiling} {'x':>7} {'host us':>8} {'#wrong':>8}"
+def table(rows: Sequence[Row]) -> list[str]:
+    """The rows of one case, for people."""
+    first = rows[0]
+    warm = "" if first.cold else ", in cache"
+    over = f"; x: over {first.baseline}" if first.baseline else ""
+    ceiling = f"{'% copy':>7}" if first.wire_bytes is None else f"{'all MB':>8} {'wire':>8} {'% wire':>7}"
+    return [
+        f"\n{first.case}, fill {first.fill:.2f}, {first.bytes} bytes{warm}{over}",
+        f"  {'':30} {'us':>10} {'20 %':>10} {'80 %':>10} {'GB/s':>8} {ceiling} {'x':>7} {'host us':>8} {'#wrong':>8}",
+        *map(_line, rows),
+    ]
 
 
-def line(row: Row) -> str:
+def _line(row: Row) -> str:
     def shown(value: float | None, form: str, width: int) -> str:
         return f"{'' if value is None else format(value, form):>{width}}"
 
-    wire = "" if row.wire_gbps is None else f"{row.wire_gbps:8.2f} "
+    wire = ""
+    if row.wire_gbps is not None:
+        total = None if row.total_bytes is None else row.total_bytes / 1e6
+        wire = f"{shown(total, '.2f', 8)} {row.wire_gbps:8.2f} "
     return (
         f"  {row.variant:30} {row.us:10.2f} {row.us_20:10.2f} {row.us_80:10.2f} {row.gbps:8.2f} {wire}"
         f"{shown(row.percent, '.1f', 7)} {shown(row.speedup, '.2f', 7)} {shown(row.host_us, '.1f', 8)} {row.wrong:8}"
     )
 
 
-def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
-    """Hardware, versions, date and the command that made the figures (default: this process's)."""
-    status = native.status()
+def environment(*program: str) -> dict[str, Any]:
+    """Hardware, versions, date and the command that made the figures.
+
+    Args:
+        program: what the interpreter or the launcher was told to run; by default this process's own arguments.
+    """
+    status, count = native.status(), int(os.environ.get("WORLD_SIZE", 1))
+    launcher = ["python"] if count == 1 else ["torchrun", f"--nproc-per-node={count}"]
     facts: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(command or ["python", *sys.argv]),
+        "command": shlex.join([*launcher, *(program or sys.argv)]),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -2,30 +2,69 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from jsonargparse import ArgumentParser
 
+from ...native import loader as native
 from ...training.shard_group import ShardGroup
-from ...transports import costs
+from ...transports import TRANSPORTS, costs
 from .. import parsers
 from ..launcher import launched
-from . import cases, collective_cases, collectives, local, plots, rows
-from .baselines import Baselines
+from . import cases, collectives, local, plots, rows
+from .baselines import BASELINES, Baselines
 from .calibrate import calibrate
-from .config import BenchConfig
 from .jobs import Bench
 from .timing import Processes
 
 _TIMEOUT = 120.0
 C = TypeVar("C")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """What to measure, and where to keep it."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to compute. Under torchrun "cuda" takes one GPU for each process."""
+    only: str = ""
+    """Measure only the cases whose line contains this text. The empty text measures all."""
+    baselines: list[str] = field(default_factory=lambda: list(BASELINES))
+    """What a local sum is compared with: compile, eager, loop, sum fp32. --quick leaves out compile unless it is named
+    here."""
+    transports: list[str] = field(default_factory=lambda: ["auto", "gather", "all_to_all", "peer"])
+    """The transports by which collectives are measured. Those that do not run here are left out."""
+    samples: int = 15
+    """How often each variant is measured."""
+    limit: float = 600.0
+    """The number of seconds after which no further case starts."""
+    threads: int = 0
+    """Compute threads of a process on the CPU. 0 is torch's default, and 1 under torchrun."""
+    isa: Literal["baseline", "avx2", "avx512"] | None = None
+    """Use at most this instruction set on the CPU. By default the best that it has."""
+    json: Path | None = None
+    """Write all rows into this file, and pictures beside it."""
+    plot: Path | None = None
+    """Draw the pictures of a file that --json wrote, and measure nothing."""
+    calibrate: Path | None = None
+    """Measure only the constants of transport="auto", and write them into this file. SHARDSUM_COSTS names the file to
+    use."""
+
+    def __post_init__(self) -> None:
+        known = {"baselines": BASELINES, "transports": ("auto", *TRANSPORTS, "peer")}
+        for name, names in known.items():
+            for value in getattr(self, name):
+                if value not in names:
+                    raise ValueError(f"{name}: expected some of {', '.join(names)}, got {value!r}")
+        for name, least in (("samples", 1), ("limit", 0), ("threads", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -38,6 +77,8 @@ def run(argv: Sequence[str]) -> int:
     with launched(config.device, _TIMEOUT) as device:
         if device.type == "cpu" and (config.threads or dist.is_initialized()):
             torch.set_num_threads(config.threads or 1)
+        if config.isa is not None:
+            native.limit_cpu_isa(config.isa)
         if config.calibrate is not None:
             return _calibrate(config.calibrate)
         return _Run(config, quick, argv).all()
@@ -90,29 +131,22 @@ class _Run:
 
     def __init__(self, config: BenchConfig, quick: bool, argv: Sequence[str]) -> None:
         self.config, self.quick, self.begin = config, quick, time.monotonic()
-        self.several = dist.is_initialized() and dist.get_world_size() > 1
-        side = dist.new_group(backend="gloo") if self.several else None
-        processes = Processes(side)
-        facts = rows.environment(_command(argv)) | {"device": config.device}
-        speaks = not self.several or dist.get_rank() == 0
-        report = rows.Report(config.json, facts, speaks)
-        self.bench = Bench(report, config.device, config.samples, processes)
+        self.several, processes = dist.is_initialized() and dist.get_world_size() > 1, Processes.launched()
+        facts = rows.environment("-m", "shardsum", "bench", *argv) | {"device": config.device}
+        self.report = rows.Report(config.json, facts, processes.first)
+        self.bench = Bench(self.report, config.device, config.samples, processes)
 
     def all(self) -> int:
-        report = self.bench.report
-        for name in ("gpu", "cpu", "torch", "nccl", "date", "command"):
-            if name in report.facts:
-                report.say(f"{name:8} {report.facts[name]}")
+        report = self.report
+        report.introduce()
         if self.several:
             self._collectives()
         else:
             self._local()
         if self.config.json is not None and report.speaks:
             report.save()
-            for path in plots.save(self.config.json, report.facts, report.rows):
-                report.say(f"{path}")
-        for name in self.bench.failed:
-            report.say(f"WRONG: {name}")
+            report.say(*map(str, plots.save(self.config.json, report.facts, report.rows)))
+        report.say(*(f"WRONG: {name}" for name in self.bench.failed))
         report.say(f"\n{len(report.rows)} rows in {time.monotonic() - self.begin:.0f} s")
         return 1 if self.bench.failed else 0
 
@@ -124,7 +158,7 @@ class _Run:
             self.bench.measure(local.prepare(case, self.config.device, baselines))
 
     def _collectives(self) -> None:
-        chosen = self._chosen(collective_cases.quick() if self.quick else collective_cases.full(self.config.device))
+        chosen = self._chosen(collectives.quick() if self.quick else collectives.full(self.config.device))
         suite = collectives.Suite(self.bench, self.config.transports, max(case.bytes for case in chosen))
         for case in chosen:
             if self._late(str(case)):
@@ -141,11 +175,5 @@ class _Run:
     def _late(self, case: str) -> bool:
         late = self.bench.processes.slowest(time.monotonic() - self.begin) > self.config.limit
         if late:
-            self.bench.report.say(f"\n{self.config.limit:g} s are over: stopped before {case}")
+            self.report.say(f"\n{self.config.limit:g} s are over: stopped before {case}")
         return late
-
-
-def _command(argv: Sequence[str]) -> list[str]:
-    count = int(os.environ.get("WORLD_SIZE", 1))
-    launcher = ["python", "-m"] if count == 1 else ["torchrun", f"--nproc-per-node={count}", "-m"]
-    return [*launcher, "shardsum", "bench", *argv]

@@ -67,7 +67,7 @@ class Symmetric:
         def two_shot() -> Tensor:
             return ops.two_shot_all_reduce_(work, "sum", name)
 
-        once, ring = others * num_bytes, 2 * others * num_bytes // self.world_size
+        once, ring = ((n, n * self.world_size) for n in (others * num_bytes, 2 * others * num_bytes // self.world_size))
         return [
             Variant("symm one-shot", [one_shot], want, tolerance, wire_bytes=once),
             Variant("symm one-shot, copy", [one_shot_copy], want, tolerance, wire_bytes=once),

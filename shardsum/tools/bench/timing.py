@@ -1,9 +1,8 @@
 """Timing of several variants of one job in one run: in turns, so that a slow moment of the machine hits all alike.
 
 A variant is one call, or a list of calls on buffers of their own, taken one after another so that none finds its data
-in a cache. On the CPU calls are timed as they run; on a GPU they are captured in a CUDA graph whose replays are timed
-with events (:func:`host_seconds` has the host's time of an eager call). With several processes every figure is that of
-the slowest one; they all time the same variants in the same order.
+in a cache. :class:`EagerSampler` times calls as they run, :class:`GraphSampler` calls captured in a CUDA graph. With
+several processes every figure is that of the slowest one; they all time the same variants in the same order.
 """
 
 from __future__ import annotations
@@ -47,6 +46,16 @@ class Processes:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
 
+    @classmethod
+    def launched(cls) -> Processes:
+        """All that the launcher started. Collective."""
+        return cls(dist.new_group(backend="gloo") if dist.is_initialized() else None)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that prints and writes."""
+        return self.group is None or dist.get_rank() == 0
+
     def slowest(self, value: float) -> float:
         """The largest value of all processes; returns when all have come."""
         if self.group is None:
@@ -69,19 +78,39 @@ class Sampler:
         raise NotImplementedError
 
 
-class HostSampler(Sampler):
-    """Calls that end when they return."""
+class EagerSampler(Sampler):
+    """Calls as they run.
 
-    def __init__(self, calls: Sequence[Call], least_seconds: float, processes: Processes) -> None:
-        self.calls, self.processes, self.count = itertools.cycle(calls), processes, 1
+    Args:
+        device: "cuda": the GPU is idle before, and the time is that until it has done them all.
+        count: calls in one measurement; None: as many as take ``least_seconds``.
+        wait: False: until the last call returns, as long as it keeps the host busy.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        processes: Processes,
+        device: str = "cpu",
+        count: int | None = None,
+        least_seconds: float = 2e-4,
+        wait: bool = True,
+    ) -> None:
+        self.calls, self.processes, self.count = itertools.cycle(calls), processes, count or 1
+        self.on_gpu, self.wait = device == "cuda", wait
         self()
-        self.count = max(1, round(least_seconds / max(self(), 1e-7)))
+        if count is None:
+            self.count = max(1, round(least_seconds / max(self(), 1e-7)))
 
     def __call__(self) -> float:
+        if self.on_gpu:
+            torch.cuda.synchronize()
         self.processes.slowest(0)
         begin = time.perf_counter()
         for call in itertools.islice(self.calls, self.count):
             self.output = call()
+        if self.on_gpu and self.wait:
+            torch.cuda.synchronize()
         return self.processes.slowest((time.perf_counter() - begin) / self.count)
 
 
@@ -121,7 +150,7 @@ def sampler(
     least_seconds: float | None = None,
     processes: Processes | None = None,
 ) -> Sampler:
-    """Prepare a variant.
+    """Prepare a variant: eager calls on the CPU, a CUDA graph on a GPU.
 
     Args:
         calls: functions without arguments.
@@ -130,9 +159,10 @@ def sampler(
             on the CPU, 2 ms on a GPU).
         processes: those that measure it together.
     """
-    calls = [calls] if callable(calls) else list(calls)
-    kind, least = (GraphSampler, 2e-3) if device == "cuda" else (HostSampler, 2e-4)
-    return kind(calls, least if least_seconds is None else least_seconds, processes or Processes())
+    calls, processes = [calls] if callable(calls) else list(calls), processes or Processes()
+    if device == "cuda":
+        return GraphSampler(calls, least_seconds or 2e-3, processes)
+    return EagerSampler(calls, processes, least_seconds=least_seconds or 2e-4)
 
 
 def turns(samplers: Mapping[str, Callable[[], float]], samples: int) -> dict[str, Timing]:
@@ -147,18 +177,10 @@ def turns(samplers: Mapping[str, Callable[[], float]], samples: int) -> dict[str
 def host_seconds(calls: Sequence[Call], processes: Processes, device_seconds: float) -> float:
     """Median seconds that the host is busy with an eager call that enqueues ``device_seconds`` of work on a GPU."""
     count = min(32, max(4, round(5e-3 / device_seconds)))  # the queue must not fill
-    passes = -(-count // len(calls))
-    measured = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        processes.slowest(0)
-        begin = time.perf_counter()
-        for _ in range(passes):
-            for call in calls:
-                call()
-        measured.append((time.perf_counter() - begin) / (passes * len(calls)))
+    sample = EagerSampler(calls, processes, "cuda", -(-count // len(calls)) * len(calls), wait=False)
+    found = statistics.median(sample() for _ in range(7))
     torch.cuda.synchronize()
-    return processes.slowest(statistics.median(measured))
+    return found
 
 
 def summary(values: Sequence[float]) -> Timing:
