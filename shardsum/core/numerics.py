@@ -15,6 +15,7 @@ integers, bool          int64        int64 (wraps modulo 2^64)
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from numbers import Real
 
 import torch
@@ -68,6 +69,33 @@ def resolve_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torc
         names = ", ".join(str(d) for d in allowed)
         raise ValueError(f"out_dtype: {out_dtype} is not possible for inputs of {dtype}; choose from {names}")
     return out_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Reduce:
+    """What happens to the rows of a sink. ``op`` "copy" moves bits (disjoint sources); "sum" and "mean" add.
+
+    ``scale`` multiplies the result; ``dtype`` is the result's. Scales are equal where they print alike: NaN equals NaN,
+    0.0 differs from -0.0.
+    """
+
+    op: str
+    scale: float | None
+    dtype: torch.dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reduce) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[str, str, torch.dtype]:
+        return self.op, repr(self.scale), self.dtype
+
+    @property
+    def empty(self) -> float:
+        """The sum of nothing: +0.0, multiplied like any other (a negative scale makes it -0.0)."""
+        return 0.0 if self.scale is None else 0.0 * self.scale
 
 
 def check_op(op: str, scale: float | None, dtype: torch.dtype) -> float | None:

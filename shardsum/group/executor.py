@@ -93,7 +93,7 @@ class Executor:
         if route.transport == "peer":
             return OverPeers(self, terms, plan, route)
         if route.carry is not None:
-            return Carried(self, terms, plan, route, batched=device_type != "cpu")
+            return Carried(self, terms, plan, route)
         if route.two_shot:
             return TwoShot(self, terms, plan, route, share.pays(self.router.domains, ring=device_type != "cpu"))
         return OneShot(self, terms, plan, route)
@@ -238,31 +238,31 @@ class OverPeers(Prepared):
 class Carried(Prepared):
     """Accumulators go from domain to domain and are folded where the rows are."""
 
-    def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route, batched: bool) -> None:
+    def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route) -> None:
         super().__init__(executor, terms, plan, route)
         assert route.carry is not None
         self._together = executor.inside is not None and executor.router.folds_over_peers(route)
         self._schedule = carry.Schedule(route.carry, executor.rank, rows=not self._together)
-        self._batched = batched
         self._has_width = torch.Size(terms.row_shape).numel() > 0
 
     @cached_property
-    def _launches(self) -> dict[int, list[carry_peers.Ready]] | None:
+    def _launches(self) -> dict[int, list[carry_peers.Launch]] | None:
         """Folds over peer memory, which is set up at the first call that needs it: collective in the domain."""
         inside, terms, schedule = self._executor.inside, self._terms, self._schedule
         if inside is None or not self._together or not self._has_width:
             return None
-        launches = carry_peers.launches_of(schedule.carry, self._executor.rank)
         said = fingerprint(terms, self._plan, self.route).hash
         width = torch.Size(terms.row_shape).numel()
-        return carry_peers.prepare(launches, inside, width, terms.dtype, terms.reduce, said)
+        return carry_peers.launches_of(
+            schedule.carry, self._executor.rank, inside, width, terms.dtype, terms.reduce, said
+        )
 
     def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
         self._executor.begin(self.route, self._stamp)
         results, wire = self._results(shards[0], outs), self._executor.wire
         assert wire is not None
         number = self._executor.peer_number()
-        run = carry.Run(self._schedule, shards, results, self._reduce, wire, self._batched, self._launches, number)
+        run = carry.Run(self._schedule, shards, results, self._reduce, wire, self._launches, number)
         return Job(results, run.steps(), True, wire)
 
 

@@ -20,34 +20,7 @@ from typing import Any
 import torch
 
 from ..core.layout import Interval
-from ..core.numerics import accumulator_dtype
-
-
-@dataclass(frozen=True, eq=False)
-class Reduce:
-    """What happens to the rows of a sink. ``op`` "copy" moves bits (disjoint sources); "sum" and "mean" add.
-
-    ``scale`` multiplies the result; ``dtype`` is the result's. Scales are equal where they print alike: NaN equals NaN,
-    0.0 differs from -0.0.
-    """
-
-    op: str
-    scale: float | None
-    dtype: torch.dtype
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Reduce) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[str, str, torch.dtype]:
-        return self.op, repr(self.scale), self.dtype
-
-    @property
-    def empty(self) -> float:
-        """The sum of nothing: +0.0, multiplied like any other (a negative scale makes it -0.0)."""
-        return 0.0 if self.scale is None else 0.0 * self.scale
+from ..core.numerics import Reduce, accumulator_dtype
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ..core.layout import length
-from ..core.numerics import accumulator_dtype
+from ..core.numerics import Reduce, accumulator_dtype
 from ..local import kernels
 from ..local.ops import readable
 from .carry_items import ACCUMULATORS, KINDS, RESULTS, ROWS, Item, Message
-from .carry_peers import Ready, Reduce, joined
+from .carry_peers import Launch, joined
 from .carry_schedule import Fold, Place, Schedule
 from .wire import Wire
 
@@ -38,7 +38,6 @@ class Run:
         outs: results ``(|O_q|, *F)`` of the hosted sinks, contiguous, in ``reduce.dtype``; overwritten.
         reduce: what the last stage does. A mean needs a plan that is ``counted``.
         wire: the processes, the timeout, the count of bytes.
-        batched: each step's transfers are one batch, as NCCL needs them; the plan's ``lag`` is 2 then.
         launches: of every step, where the domain folds over peer memory (of a plan without ``rows``).
         number: of the call, for these.
     """
@@ -50,11 +49,11 @@ class Run:
         outs: Sequence[Tensor],
         reduce: Reduce,
         wire: Wire,
-        batched: bool,
-        launches: Mapping[int, Sequence[Ready]] | None,
+        launches: Mapping[int, Sequence[Launch]] | None,
         number: int,
     ) -> None:
-        self.plan, self.reduce, self.wire, self.batched = plan, reduce, wire, batched
+        self.plan, self.reduce, self.wire = plan, reduce, wire
+        self.batched = plan.carry.lag == 2  # each step's transfers are one batch, as NCCL needs them
         self.launches, self.number = launches, number
         self.first, self.width = shards[0], shards[0].shape[1:].numel()
         self.dtypes = dict(zip(KINDS, (self.first.dtype, accumulator_dtype(self.first.dtype), reduce.dtype)))
@@ -89,8 +88,8 @@ class Run:
             self.take(step, ROWS)
             self.take(step, ACCUMULATORS)
             if self.launches is not None:
-                for ready in self.launches.get(step, ()):
-                    self.fold_over_peers(ready)
+                for launch in self.launches.get(step, ()):
+                    self.fold_over_peers(launch)
             else:
                 for fold in self.plan.folds.get(step, ()):
                     self.fold(fold)
@@ -197,8 +196,8 @@ class Run:
         mean, scale = (self.reduce.op == "mean", self.reduce.scale) if fold.ends else (False, None)
         kernels.sum_rows_carry(self.at(fold.to, n, piece), carry, rows, fold.starts, fold.carried, mean, scale)
 
-    def fold_over_peers(self, ready: Ready) -> None:
-        launch, pieces, accumulators = ready.launch, self.plan.carry.pieces, None
+    def fold_over_peers(self, launch: Launch) -> None:
+        pieces, accumulators = self.plan.carry.pieces, None
         rows = []
         for source, (begin, end) in launch.rows:
             at = self.plan.carry.plan.sources[source][0]
@@ -210,7 +209,7 @@ class Run:
         places = [self.plan.written(index, number) for index, number in launch.folds]
         outs = [self.at(p, n, index) for p, n, (index, _) in zip(places, sizes, launch.folds)]
         spoils = self.wire.spoils()
-        ready.call(outs, rows, ready.bounds, None, self.number, accumulators, launch.carried, spoils)
+        launch.call(outs, rows, launch.bounds, None, self.number, accumulators, launch.carried, spoils)
 
 
 def _flat(x: Tensor, width: int) -> Tensor:

@@ -13,20 +13,20 @@ time beyond what they read and write, and steps in which nothing travels have no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ..core.layout import ExchangePlan, length
+from .carry_items import KINDS, RESULTS
 from .carry_plan import CarryPlan
-from .carry_work import folded_bytes, kernels
 from .costs import Costs, Load
 from .domains import Domains
 
-_FIELDS = tuple(field.name for field in fields(Load))
 _MOST_CHUNKS = 256
 _MOST_STAGES = 300_000  # of all pieces: a plan lists them
 
@@ -85,7 +85,7 @@ def _predict(plan: CarryPlan, domains: Domains, costs: Costs, sizes: Mapping[str
         if costs.launch_us is not None:
             batch = latency if costs.batch_latency_us is None else costs.batch_latency_us
             return steps.microseconds_of_gpus(costs, chunks, batch)
-        return steps.microseconds(costs, chunks) + latency * (len(steps.loads) - 1) + costs.latency_us * chunks
+        return steps.microseconds(costs, chunks) + latency * (steps.count - 1) + costs.latency_us * chunks
 
     most = max((length(piece.interval) for piece in plan.pieces), default=1)
     listed = sum(len(piece.stages) for piece in plan.pieces) or 1
@@ -96,76 +96,115 @@ def _predict(plan: CarryPlan, domains: Domains, costs: Costs, sizes: Mapping[str
 
 
 class _Steps:
-    """Bytes by step of a plan in one chunk.
+    """What travels and is done in each step of a plan in one chunk, by process or domain.
 
     Attributes:
-        loads: what travels, of every step.
+        count: of steps.
     """
 
     def __init__(self, plan: CarryPlan, domains: Domains, sizes: Mapping[str, int], on_gpus: bool) -> None:
         folded = folded_bytes(plan, sizes)
         launches, copied = kernels(plan, sizes) if on_gpus else ({}, {})
-        last = max((*(step for step, *_ in plan.traffic_by_step), *folded), default=0)
-        moved: list[list[tuple[int, int, int]]] = [[] for _ in range(last + 1)]
+        self.count = 1 + max((*(step for step, *_ in plan.traffic_by_step), *folded), default=0)
+        moved: list[list[tuple[int, int, int]]] = [[] for _ in range(self.count)]
         for (step, kind, a, b), n in plan.traffic_by_step.items():
             moved[step].append((a, b, n * sizes[kind]))
-        self.loads = [Load.of(transfers, domains) for transfers in moved]
-        none = [0] * len(domains.of)
-        # Sums over the steps before each: (steps + 1, one a process or domain). Integers, so the same everywhere.
-        self._before = {
-            name: torch.tensor(rows, dtype=torch.int64, device="cpu").cumsum(0)
-            for name, rows in {
-                "folded": [none, *(folded.get(step, none) for step in range(last + 1))],
-                "copied": [none, *(copied.get(step, none) for step in range(last + 1))],
-                "launches": [none, *(launches.get(step, none) for step in range(last + 1))],
-                **{f: [[0] * len(getattr(self.loads[0], f)), *(getattr(x, f) for x in self.loads)] for f in _FIELDS},
-            }.items()
-        }
+        loads, none = [Load.of(transfers, domains) for transfers in moved], [0] * len(domains.of)
+        of_steps: dict[str, list[Sequence[int]]] = {f.name: [getattr(x, f.name) for x in loads] for f in fields(Load)}
+        for name, by_step in (("folded", folded), ("copied", copied), ("launches", launches)):
+            of_steps[name] = [by_step.get(step, none) for step in range(self.count)]
+        # Sums over the steps before each. Integers, so the same everywhere.
+        self._before = {name: np.cumsum([[0] * len(rows[0]), *rows], 0) for name, rows in of_steps.items()}
 
-    def _windows(self, chunks: int) -> tuple[Tensor, Tensor]:
-        """Of every step of so many chunks: the steps of one chunk that come together in it, ``[begin, end)``."""
-        end = torch.arange(1, len(self.loads) + chunks)
-        return (end - chunks).clamp(min=0), end.clamp(max=len(self.loads))
+    def _sums(self, name: str, chunks: int) -> np.ndarray:
+        """Of every step of so many chunks: what comes together in it, of some steps of one chunk."""
+        end = np.arange(1, self.count + chunks)
+        return self._before[name][np.minimum(end, self.count)] - self._before[name][np.maximum(end - chunks, 0)]
 
-    def _sums(self, name: str, chunks: int) -> Tensor:
-        begin, end = self._windows(chunks)
-        return self._before[name][end] - self._before[name][begin]
+    def _busiest(self, chunks: int, gbps: float, *names: str) -> np.ndarray:
+        return np.max([self._sums(name, chunks).max(1) for name in names], 0) / (gbps * 1e3)
 
     def microseconds_of_gpus(self, costs: Costs, chunks: int, latency: float) -> float:
         """The time of all steps of so many chunks."""
+        sides = ("inside_out", "inside_in", "between_out", "between_in")
         ways = [
-            (costs.wire_gbps, "inside_out", "inside_in"),
-            (costs.between_gbps or costs.wire_gbps, "between_out", "between_in"),
-            *([(costs.domain_gbps, "domain_out", "domain_in")] if costs.domain_gbps else []),
+            self._busiest(chunks, costs.wire_gbps, *sides[:2]),
+            self._busiest(chunks, costs.between_gbps or costs.wire_gbps, *sides[2:]),
         ]
-        moved = [self._sums(name, chunks).amax(1) / (gbps * 1e3) for gbps, *names in ways for name in names]
+        if costs.domain_gbps:
+            ways.append(self._busiest(chunks, costs.domain_gbps, "domain_out", "domain_in"))
         if costs.exchange_gbps:
-            sides = [self._sums(name, chunks) for name in ("inside_out", "inside_in", "between_out", "between_in")]
-            moved.append(torch.stack(sides).sum(0).amax(1) / (costs.exchange_gbps * 1e3))
-        wire = torch.stack(moved).amax(0) / chunks
+            ways.append(np.sum([self._sums(name, chunks) for name in sides], 0).max(1) / (costs.exchange_gbps * 1e3))
+        wire = np.max(ways, 0) / chunks
         wire += latency * (wire > 0)
         touched = self._sums("folded", chunks) + self._sums("copied", chunks)
         launch = costs.launch_us or 0.0
-        fold = (touched / (costs.memory_gbps * 1e3 * chunks) + self._sums("launches", chunks) * launch).amax(1)
-        beside = torch.cat([wire[1:], wire.new_zeros(1)]).maximum(fold)
-        return launch + float(wire[0]) + sum(beside.tolist())
+        fold = (touched / (costs.memory_gbps * 1e3 * chunks) + self._sums("launches", chunks) * launch).max(1)
+        return float(launch + wire[0] + np.maximum(np.append(wire[1:], 0.0), fold).sum())
 
     def microseconds(self, costs: Costs, chunks: int) -> float:
         """The time of all steps of so many chunks, without latency."""
-
-        def most(name: str, gbps: float) -> Tensor:
-            return (self._sums(name, chunks) / (gbps * 1e3)).amax(1)
-
-        def busiest(gbps: float, *names: str) -> Tensor:
-            return torch.stack([most(name, gbps) for name in names]).amax(0)
-
-        fold = most("folded", costs.memory_gbps)
+        fold = self._busiest(chunks, costs.memory_gbps, "folded")
         ways = [
-            busiest(costs.wire_gbps, "inside_out", "inside_in") + fold,
-            busiest(costs.between_gbps or costs.wire_gbps, "between_out", "between_in"),
+            self._busiest(chunks, costs.wire_gbps, "inside_out", "inside_in") + fold,
+            self._busiest(chunks, costs.between_gbps or costs.wire_gbps, "between_out", "between_in"),
         ]
         if costs.domain_gbps:
-            ways.append(busiest(costs.domain_gbps, "domain_out", "domain_in"))
+            ways.append(self._busiest(chunks, costs.domain_gbps, "domain_out", "domain_in"))
         if costs.host_gbps:
-            ways.append(most("host_out", costs.host_gbps) + fold)
-        return sum(torch.stack(ways).amax(0).tolist()) / chunks
+            ways.append(self._busiest(chunks, costs.host_gbps, "host_out") + fold)
+        return float(np.max(ways, 0).sum()) / chunks
+
+
+def folded_bytes(plan: CarryPlan, sizes: Mapping[str, int]) -> dict[int, list[int]]:
+    """Bytes that folds read and write, by step and process."""
+    moved: dict[int, list[int]] = {}
+    row, acc, result = (sizes[kind] for kind in KINDS)
+    for piece in plan.pieces:
+        n = length(piece.interval)
+        for s, stage in enumerate(piece.stages):
+            rows = sum(
+                max(0, min(end, piece.interval[1]) - max(begin, piece.interval[0]))
+                for begin, end in map(plan.plan.sources.__getitem__, stage.sources)
+            )
+            ends = acc * (s > 0) + (acc if s + 1 < len(piece.stages) else result)
+            here = moved.setdefault(piece.chunk + plan.lag * s, [0] * plan.plan.world_size)
+            here[stage.process] += rows * row + n * ends
+    return moved
+
+
+def kernels(plan: CarryPlan, sizes: Mapping[str, int]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Kernels on a GPU, and bytes that those read and write which only copy results, by step and process.
+
+    Folds are one kernel where they lie side by side (:mod:`.carry_schedule`): here, where they add the same sources,
+    come from one process and go the same way. What arrives in a step is checked by one, and a message of several
+    results is copied by one.
+    """
+    world = plan.plan.world_size
+    launches: dict[int, list[int]] = defaultdict(lambda: [0] * world)
+    copied: dict[int, list[int]] = defaultdict(lambda: [0] * world)
+    sinks = [
+        sorted(begin for begin, _ in map(plan.plan.sinks.__getitem__, plan.plan.hosted_sinks(p))) for p in range(world)
+    ]
+    folds: set[Hashable] = set()
+    items: dict[tuple[int, int, int], int] = defaultdict(int)
+    for piece in plan.pieces:
+        for s, stage in enumerate(piece.stages):
+            to: Hashable = piece.wanted
+            if s + 1 < len(piece.stages):
+                to = piece.stages[s + 1].process
+            elif stage.process in piece.wanted:
+                to = ("sink", bisect_right(sinks[stage.process], piece.interval[0]))
+            step, came = piece.chunk + plan.lag * s, piece.stages[s - 1].process if s else None
+            if (key := (step, stage.process, stage.sources, came, to)) not in folds:
+                folds.add(key)
+                launches[step][stage.process] += 1
+        for hops, sender, receiver in piece.deliveries:
+            items[piece.chunk + plan.lag * (len(piece.stages) - 1 + hops), sender, receiver] += 1
+    for (step, kind, sender, receiver), positions in plan.traffic_by_step.items():
+        if kind == RESULTS and items[step, sender, receiver] > 1:
+            launches[step][receiver] += 1
+            copied[step][receiver] += 2 * positions * sizes[RESULTS]
+    for step, receiver in {(step, receiver) for step, _, _, receiver in plan.traffic_by_step}:
+        launches[step][receiver] += 1
+    return dict(launches), dict(copied)

@@ -11,88 +11,49 @@ process of the domain makes it, also one that folds nothing in it: its rows are 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.layout import ExchangePlan, Interval, intersect, length
-from ..core.numerics import NATIVE_DTYPES, accumulator_dtype
+from ..core.numerics import NATIVE_DTYPES, Reduce, accumulator_dtype
 from .carry_plan import CarryPlan
 from .peer.layout import MAX_HOSTED
 from .peer.transport import PeerTransport, PreparedCall
 
 
 class Launch(NamedTuple):
-    """What the processes of a domain fold together.
+    """What the processes of a domain fold together, with nothing left to decide.
 
     Attributes:
-        plan: of the domain's processes, numbered from 0; position 0 is ``begin`` of the exchange.
-        begin: the first position that anybody folds.
-        rows: ``(source, interval)`` of the exchange that this process gives, one for each that it hosts in ``plan``.
-        folds: ``(piece, stage)`` of this process, one for each of its sinks in ``plan``.
+        call, bounds: what ``call(outs, shards, bounds, ...)`` runs.
+        rows: ``(source, interval)`` of the exchange that this process gives.
+        folds: ``(piece, stage)`` of this process, one for each of its outputs.
         goes_on: whether there are accumulators to start at.
-        ends: whether the sums are complete then.
         carried: contributions to each accumulator, where the plan counts them.
     """
 
-    plan: ExchangePlan
-    begin: int
-    rows: tuple[tuple[int, Interval], ...]
-    folds: tuple[tuple[int, int], ...]
+    call: PreparedCall
+    bounds: list[int]
+    rows: list[tuple[int, Interval]]
+    folds: list[tuple[int, int]]
     goes_on: bool
-    ends: bool
     carried: int
 
 
-class Ready(NamedTuple):
-    """A launch with nothing left to decide: ``call(outs, shards, bounds, ...)``."""
-
-    launch: Launch
-    call: PreparedCall
-    bounds: list[int]
-
-
-class Reduce(Protocol):
-    """What the last stage does: ``op`` "sum" or "mean", scale, the result's dtype; ``empty`` is the sum of nothing."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def scale(self) -> float | None: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def empty(self) -> float: ...
-
-
-def launches_of(carry: CarryPlan, process: int) -> dict[int, list[Launch]]:
-    """By step, the launches of the domain of ``process``, in the order in which its processes make them."""
-    together: dict[tuple[int, tuple[int, ...], bool, bool, int], list[tuple[int, int]]] = defaultdict(list)
-    for index, piece in enumerate(carry.pieces):
-        for s, stage in enumerate(piece.stages):
-            if carry.domains[stage.process] == carry.domains[process]:
-                ends = s + 1 == len(piece.stages)
-                key = piece.chunk + carry.lag * s, stage.sources, s > 0, ends, stage.carried if ends else 0
-                together[key].append((index, s))
-    launches: dict[int, list[Launch]] = defaultdict(list)
-    for key in sorted(together):
-        step, added, goes_on, ends, carried = key
-        for folds in _fitting(carry, together[key]):
-            launches[step].append(_launch(carry, process, added, folds, goes_on, ends, carried))
-    return dict(launches)
-
-
-def prepare(
-    launches: Mapping[int, Sequence[Launch]],
+def launches_of(
+    carry: CarryPlan,
+    process: int,
     peers: PeerTransport,
     width: int,
     dtype: torch.dtype,
     reduce: Reduce,
     signature: int,
-) -> dict[int, list[Ready]]:
-    """Make launches ready. Collective inside the domain where ``peers`` are not set up yet.
+) -> dict[int, list[Launch]]:
+    """By step, the launches of the domain of ``process``, in the order in which its processes make them. Collective
+    inside the domain where ``peers`` are not set up yet.
 
     Args:
         peers: of the domain.
@@ -100,15 +61,24 @@ def prepare(
         dtype: of the rows.
         signature: as in :meth:`.peer.transport.PeerTransport.prepare`.
     """
+    together: dict[tuple[int, tuple[int, ...], bool, bool, int], list[tuple[int, int]]] = defaultdict(list)
+    for index, piece in enumerate(carry.pieces):
+        for s, stage in enumerate(piece.stages):
+            if carry.domains[stage.process] == carry.domains[process]:
+                ends = s + 1 == len(piece.stages)
+                key = piece.chunk + carry.lag * s, stage.sources, s > 0, ends, stage.carried if ends else 0
+                together[key].append((index, s))
     read = dtype if dtype in NATIVE_DTYPES else torch.int64
-    found: dict[int, list[Ready]] = {}
-    for step, several in launches.items():
-        found[step] = []
-        for x in several:
-            last = (reduce.dtype, reduce.op, reduce.scale) if x.ends else (accumulator_dtype(dtype), "sum", None)
-            call = peers.prepare(x.plan, width, read, *last, signature=signature, goes_on=x.goes_on)
-            found[step].append(Ready(x, call, peers.bounds(x.plan)))
-    return found
+    launches: dict[int, list[Launch]] = defaultdict(list)
+    for key in sorted(together):
+        step, added, goes_on, ends, carried = key
+        last = (reduce.dtype, reduce.op, reduce.scale) if ends else (accumulator_dtype(dtype), "sum", None)
+        for folds in _fitting(carry, together[key]):
+            plan, rows = _exchange(carry, process, added, folds)
+            call = peers.prepare(plan, width, read, *last, signature=signature, goes_on=goes_on)
+            mine = [(index, s) for index, s in folds if carry.pieces[index].stages[s].process == process]
+            launches[step].append(Launch(call, peers.bounds(plan), rows, mine, goes_on, carried))
+    return dict(launches)
 
 
 def _fitting(carry: CarryPlan, folds: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
@@ -125,15 +95,11 @@ def _fitting(carry: CarryPlan, folds: Sequence[tuple[int, int]]) -> Iterator[lis
     yield part
 
 
-def _launch(
-    carry: CarryPlan,
-    process: int,
-    added: tuple[int, ...],
-    folds: Sequence[tuple[int, int]],
-    goes_on: bool,
-    ends: bool,
-    carried: int,
-) -> Launch:
+def _exchange(
+    carry: CarryPlan, process: int, added: tuple[int, ...], folds: Sequence[tuple[int, int]]
+) -> tuple[ExchangePlan, list[tuple[int, Interval]]]:
+    """The exchange of such folds among the domain's processes, numbered from 0, whose position 0 is the first that
+    anybody folds. And the rows that ``process`` gives, one for each source that it hosts there."""
     members = carry.members[carry.domains[process]]
     number = {p: i for i, p in enumerate(members)}
     intervals = [carry.pieces[index].interval for index, _ in folds]
@@ -155,15 +121,7 @@ def _launch(
         tuple(number[p] for p in handlers),
         len(members),
     )
-    return Launch(
-        plan,
-        begin,
-        tuple((source, interval) for source, owner, interval in held if owner == process),
-        tuple(fold for fold, handler in zip(folds, handlers) if handler == process),
-        goes_on,
-        ends,
-        carried,
-    )
+    return plan, [(source, interval) for source, owner, interval in held if owner == process]
 
 
 def joined(parts: list[Tensor]) -> Tensor:

@@ -13,8 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from shardsum.core import bits, reference
 from shardsum.core.layout import ExchangePlan, length, owners_of
-from shardsum.core.numerics import accumulator_dtype, resolve_out_dtype
-from shardsum.group.executor import Reduce
+from shardsum.core.numerics import Reduce, accumulator_dtype, resolve_out_dtype
 from shardsum.native import loader as native
 from shardsum.transports import TaggedWire, carry, carry_peers, stamp
 from shardsum.transports.carry_plan import ACCUMULATORS, RESULTS, ROWS, CarryPlan
@@ -128,17 +127,14 @@ def sums(rank: int, world: int, seeds: list[int], together: bool) -> list[str]:
         outs = [torch.full_like(want[q], 77) for q in hosted]
         wire.begin(stamp("sum", {"problem": seed}), seed)
         wire.sent = wire.received = 0
-        batched = plan.lag == 2 and seed % 2 == 1  # as on NCCL
         shared, launches = plan.members[plan.domains[rank]], None
         if together and len(shared) > 1 and shards[0].shape[1:].numel():
             if shared not in domains:
                 domains[shared] = SlowPeers(shared, rank)
             width = shards[0].shape[1:].numel()
-            launches = carry_peers.prepare(
-                carry_peers.launches_of(plan, rank), domains[shared], width, dtype, reduce, seed
-            )
+            launches = carry_peers.launches_of(plan, rank, domains[shared], width, dtype, reduce, seed)
         schedule = carry.Schedule(plan, rank, rows=not together)
-        run = carry.Run(schedule, mine or [shards[0][:0]], outs, reduce, wire, batched, launches, 77)
+        run = carry.Run(schedule, mine or [shards[0][:0]], outs, reduce, wire, launches, 77)
         for _ in run.steps():
             pass
         for q, out in zip(hosted, outs):

@@ -8,11 +8,10 @@ import pytest
 
 from shardsum.core.layout import ExchangePlan, intervals_of, owners_of, split_evenly
 from shardsum.transports import domains
-from shardsum.transports.carry_choice import choose
+from shardsum.transports.carry_choice import choose, kernels
 from shardsum.transports.carry_items import ACCUMULATORS, RESULTS, ROWS
 from shardsum.transports.carry_plan import CarryPlan
 from shardsum.transports.carry_schedule import Schedule
-from shardsum.transports.carry_work import kernels
 from shardsum.transports.costs import Costs, Load
 from shardsum.transports.launches import Work, of_rows
 
