@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -35,21 +35,15 @@ _MAX_AGREED = 1 << 16  # signatures remembered: every new set of host lengths is
 class Agreement(Failures):
     """The side channel of one group of ``world_size`` processes; with one process every method returns at once.
 
-    Args:
-        group: the torch.distributed group, or None for a lone process.
-        timeout: how long a process waits for the others.
+    Arguments and further attributes are those of :class:`~.failures.Failures`.
 
     Attributes:
         check: "first" compares once a signature, "always" on every call.
-        call: the number of the current call.
-        failed: why the group cannot be used any more, or None.
         wary: the last call ended in an error that others may not know of, since they had agreed on its signature
             before and read no statements. The next call compares statements in any case, so that data of two calls
             cannot be mixed.
         refused: how many calls have ended in such an error. Where that differs, a process has carried out a call that
             another one refused: the processes are out of step, and the group fails.
-        forget: called when all signatures have been forgotten, since they became too many: a call that follows from one
-            must be compared again, else this process would run it while another one waits for its statement.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
@@ -57,7 +51,6 @@ class Agreement(Failures):
         self.check = "first"
         self.wary = False
         self.refused = 0
-        self.forget: Callable[[], None] = lambda: None
         self._agreed: set[int] = set()
         self.regions = Regions()
 
@@ -113,32 +106,24 @@ class Agreement(Failures):
         self.call = call = self.call + 1
         self.origin = self.regions.origin(call)
 
-    def agree(self, name: str, signature: Signature, info: Any = None) -> list[Any]:
+    def agree(
+        self, name: str, signature: Signature, other: Signature | None = None, info: Any = None
+    ) -> list[dict[str, Any]]:
         """Compare ``signature`` with the other processes' when it is new (or always).
 
+        Args:
+            other: what this process may mean as well (:func:`settle`).
+            info: any JSON value, not compared.
+
         Returns:
-            Everybody's ``info`` (any JSON value, not compared) when statements were exchanged, else [].
+            Everybody's statements (:mod:`.statements`) where they were exchanged, else [].
 
         Raises:
             ValueError: signatures differ, or a process stated an error.
             RuntimeError: a process stated nothing within the timeout; the message names it.
         """
-        if self.world_size == 1:
-            return [info]
-        return [s["info"] for s in self._compared(name, signature, info, None)]
-
-    def choose(self, name: str, signature: Signature, other: Signature | None = None) -> bool:
-        """As :meth:`agree`, of a call that this process may mean in another way: whether all processes together mean
-        ``other`` (:func:`settle`)."""
-        if self.world_size == 1:
-            return False
-        statements = self._compared(name, signature, None, other)
-        return bool(statements) and statements[self.rank]["settled"]
-
-    def _compared(self, name: str, signature: Signature, info: Any, other: Signature | None) -> list[dict[str, Any]]:
-        """Everybody's statements of a call where they were exchanged, else []."""
         key = hash(f"{name}{signature}")  # of this process alone: what is compared are the statements
-        if key in self._agreed and self.check == "first" and not self.wary:
+        if self.world_size == 1 or (key in self._agreed and self.check == "first" and not self.wary):
             return []
         self._state(name, signature, None, info, other)
         statements = self._collect(name)
@@ -146,7 +131,6 @@ class Agreement(Failures):
             key = hash(f"{name}{other}")
         if key not in self._agreed and len(self._agreed) >= _MAX_AGREED:  # on every process at once
             self._agreed.clear()
-            self.forget()
         self._agreed.add(key)
         return statements
 

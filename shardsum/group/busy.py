@@ -1,5 +1,5 @@
-"""One call at a time: a second thread gets an error, an interrupted call ends its group, a forked child is refused, and
-so is a call while Python ends."""
+"""The scope of one call, and one call at a time: a second thread gets an error, an interrupted call ends its group, a
+forked child is refused, and so is a call while Python ends."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from .planner import Planner
 
 _is_finalizing = sys.is_finalizing
 
@@ -83,3 +86,23 @@ class Busy:
         """Let go, as at the end of ``with`` without an error."""
         if self._holders:
             self._holders.clear()
+
+
+class Calling:
+    """The scope of one call. An error that is no ValueError ends the group: others may be in the middle of it."""
+
+    def __init__(self, planner: Planner, name: str, begun: bool) -> None:
+        self._planner, self._name, self._begun = planner, name, begun
+
+    def __enter__(self) -> None:
+        if self._begun:
+            self._planner.agreement.busy.__enter__()
+        else:
+            self._planner.enter(self._name)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        try:
+            if error is not None and not isinstance(error, ValueError):
+                self._planner.fail(self._name, error)
+        finally:
+            self._planner.leave()

@@ -105,11 +105,11 @@ class CollectiveGroup(Collectives):
         workspace_bytes: int | None = None,
         costs: str | os.PathLike[str] | Mapping[str, cost_tables.Costs] | None = None,
     ) -> None:
-        built = construct(
+        self._planner, self.group = construct(
             num_virtual_ranks, group, placement, transport, domains, device, check, timeout, workspace_bytes, costs
         )
-        self._planner = planner = built.planner
-        self.group, self.transport, self.domains, self.wire = built.group, transport, built.domains, built.wire
+        planner, executor = self._planner, self._planner.executor
+        self.transport, self.domains, self.wire = transport, executor.router.domains, executor.wire
         self.device, self.owners = planner.device, planner.owners
         self.rank, self.world_size = planner.rank, planner.world_size
         self.num_virtual_ranks = planner.num_virtual_ranks
@@ -206,7 +206,13 @@ class CollectiveGroup(Collectives):
         """
         if collective == "all_reduce":
             options = {"grad": "identity", **options}
-        return self._planner.plan(collective, lengths, options, row_shape, dtype, s_max)
+        planner = self._planner
+        with planner.calling(collective):
+            try:
+                terms = planner.terms(collective, lengths, options, row_shape, dtype, s_max)
+            except Exception as error:
+                raise planner.refuse(collective, error) from error
+            return planner.find(terms) or planner.agreed(terms, False)
 
     # Agreement for operations made of several collectives
 
@@ -258,7 +264,7 @@ class CollectiveGroup(Collectives):
         **options: Any,
     ) -> Plan[Any]:
         """What :meth:`plan` would return, for a look at it. Not collective; its calls would be compared first."""
-        return self._planner.preview(collective, lengths, options, row_shape, dtype)
+        return Plan(self._planner, self._planner.terms(collective, lengths, options, row_shape, dtype))
 
     def check(self) -> None:
         """Raise RuntimeError when the group has failed (a process died, or a call timed out)."""

@@ -22,7 +22,7 @@ from ..core.checks import is_count
 from . import autograd
 from .agreement import Agreement
 from .arguments import check_bounds, check_planned_lengths, check_row_shape, check_rows
-from .calling import Calling
+from .busy import Calling
 from .collectives import Setting, check_options, describe
 from .executor import Executor
 from .explain import Stats
@@ -202,26 +202,15 @@ class Planner:
         signatures = [said.signature() for said in (terms, other) if said is not None]
         for signature in () if terms.local_adjoint else signatures:
             signature["requires grad"] = collective_gradient  # all take part in the backward, or none
-        return self.agreement.choose(terms.name, *signatures)
+        said = self.agreement.agree(terms.name, *signatures)
+        return bool(said) and said[self.rank]["settled"]
 
     # Plans
 
-    def plan(self, name: str, lengths: Any, options: Mapping[str, Any], row_shape: Any, dtype: Any, s_max: Any) -> Plan:
-        """What ``group.plan`` returns."""
-        with self.calling(name):
-            try:
-                terms = self._terms(name, lengths, options, row_shape, dtype, s_max)
-            except Exception as error:
-                raise self.refuse(name, error) from error
-            return self.find(terms) or self.agreed(terms, False)
-
-    def preview(self, name: str, lengths: Any, options: Mapping[str, Any], row_shape: Any, dtype: Any) -> Plan:
-        """The plan of a call that is not made. Not collective."""
-        return Plan(self, self._terms(name, lengths, options, row_shape, dtype))
-
-    def _terms(
+    def terms(
         self, name: str, lengths: Any, options: Mapping[str, Any], row_shape: Any, dtype: Any, s_max: Any = None
     ) -> Terms:
+        """The terms of ``group.plan(name, ...)``."""
         checked, shape = check_options(name, options), check_row_shape(row_shape)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype: expected a torch.dtype, got {dtype!r}")

@@ -1,7 +1,7 @@
 """What processes say of one call, compared: the same finding on every process.
 
-A statement holds a name, a signature, an error (or None), and "other": a second signature that the process may mean as
-well (or None).
+A statement holds a name, a signature, an error (or None), "other", a second signature that the process may mean as well
+(or None), "settled", whether that was taken, and "info", which is not compared.
 """
 
 from __future__ import annotations

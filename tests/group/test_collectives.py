@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardsum import ShardGroup
-from shardsum.group import membership
+from shardsum.group.construction import refuse_shared_gpu
 from tests.processes import run_processes
 from tests.values import B0_LENGTHS, B0_SUM, assert_same, b0, random_values
 
@@ -258,9 +258,9 @@ def test_bad_input_is_named(call, message: str) -> None:
 
 
 def test_two_processes_on_one_gpu_are_offered_virtual_ranks() -> None:
-    membership.refuse_shared_gpu([["host", "gpu 0"], ["other", "gpu 0"], None, None])
+    refuse_shared_gpu([["host", "gpu 0"], ["other", "gpu 0"], None, None])
     with pytest.raises(ValueError, match=r"processes 0 and 2 use the same GPU gpu 0 of host.*several virtual ranks"):
-        membership.refuse_shared_gpu([["host", "gpu 0"], ["host", "gpu 1"], ["host", "gpu 0"]])
+        refuse_shared_gpu([["host", "gpu 0"], ["host", "gpu 1"], ["host", "gpu 0"]])
 
 
 def test_a_launcher_without_process_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
