@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.checks import as_ints, is_count, needs_grad
-from ..core.checks import describe as describe_value
+from ..core.checks import as_ints, describe, is_count, needs_grad
 from .arguments import Shards, check_out, classify_lengths, hosted_shards
-from .collectives import TAKES, Options, describe
+from .collectives import TAKES, Options
 from .forms import deliver, is_single, traced
 from .handle import Handle
 from .plan import Plan
@@ -113,7 +112,7 @@ def _describe(
         if form == "device" and len({s.shape for s in hosted}) > 1:
             shapes = [tuple(s.shape) for s in hosted]
             raise ValueError(f"shards: device lengths need equally padded shards, got {shapes}")
-    return hosted, describe(name, planner.setting(tuple(first.shape[1:]), first.dtype), lengths, options)
+    return hosted, planner.describe(name, tuple(first.shape[1:]), first.dtype, lengths, options)
 
 
 def _refuse_async_gradient(hosted: list[Tensor], async_op: bool) -> None:
@@ -139,7 +138,7 @@ def _count(planner: Planner, name: str, shards: Shards, options: Options, out: A
         everyone = planner.agreement.gather_values(name, said, [*counts, rows], planner.most_hosted + 1)
         lengths = [everyone[owner][slot] for owner, slot in map(planner.position, range(planner.num_virtual_ranks))]
         # From here on everything is computed from values that all share: all raise, or none.
-        terms = describe(name, planner.setting(terms.row_shape, terms.dtype), lengths, options)
+        terms = planner.describe(name, terms.row_shape, terms.dtype, lengths, options)
         planner.check_values(terms)
         end = terms.sinks[0][1]
         for process, theirs in enumerate(everyone):
@@ -158,9 +157,8 @@ def _describe_counted(
     _refuse_stacked(shards, planner)
     hosted = hosted_shards(shards, planner.virtual_ranks, planner.shard_device)
     counts = [s.shape[0] for s in hosted]
-    setting = planner.setting(tuple(hosted[0].shape[1:]), hosted[0].dtype)
-    longest = [max(counts)] * planner.num_virtual_ranks
-    terms = describe(name, setting, longest, Options(**{**vars(options), "splits": None}))
+    longest, checked = [max(counts)] * planner.num_virtual_ranks, replace(options, splits=None)
+    terms = planner.describe(name, tuple(hosted[0].shape[1:]), hosted[0].dtype, longest, checked)
     for v, n in zip(planner.virtual_ranks, counts):
         if options.size is not None and n > terms.size:
             raise ValueError(f"lengths: virtual rank {v} has {n}, beyond size {terms.size}")
@@ -244,7 +242,7 @@ def _row_dims(shards: Shards, held: Any, options: Options, planner: Planner, out
         if options.size is None or options.size > 1:  # None is refused later
             return stacked
         raise ValueError(
-            f"shards: {describe_value(shards)} may be one shard of one row, or stacked shards (1, S_MAX, *F); with "
+            f"shards: {describe(shards)} may be one shard of one row, or stacked shards (1, S_MAX, *F); with "
             "lengths on the device and a result of one row pass a list of one Tensor"
         )
     first = out[0] if isinstance(out, (list, tuple)) and len(out) == 1 else out

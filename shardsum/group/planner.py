@@ -23,7 +23,7 @@ from . import autograd
 from .agreement import Agreement
 from .arguments import check_bounds, check_planned_lengths, check_row_shape, check_rows
 from .busy import Calling
-from .collectives import Setting, check_options, describe
+from .collectives import check_options, describe
 from .executor import Executor
 from .explain import Stats
 from .plan import Plan
@@ -65,7 +65,7 @@ class Planner:
         self._plans: MutableMapping[Terms, Plan] = {}
         self.by_arguments: dict[Hashable, Plan] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self.setting = partial(Setting, self.num_virtual_ranks, self.world_size)
+        self.describe = partial(describe, self.num_virtual_ranks, self.world_size)
         self._state = ctypes.c_int64.from_address(executor.state.data_ptr())
         autograd.groups[self.name] = self
 
@@ -215,7 +215,7 @@ class Planner:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype: expected a torch.dtype, got {dtype!r}")
         lengths = check_planned_lengths(name, lengths, s_max, self.num_virtual_ranks, self.device)
-        terms = describe(name, self.setting(shape, dtype), lengths, checked)
+        terms = self.describe(name, shape, dtype, lengths, checked)
         self.check_values(terms)
         return terms
 
