@@ -198,18 +198,13 @@ class TwoShot(Prepared):
 class OverPeers(Prepared):
     """One launch moves and sums. The transport is set up at the first call, which is collective."""
 
-    def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route) -> None:
-        super().__init__(executor, terms, plan, route)
-        self._is_empty = not torch.Size(terms.row_shape).numel() or not any(length(i) for i in plan.sinks)
-
     @cached_property
     def _launch(self) -> tuple[PreparedCall, list[int]]:
         peers, terms = self._executor.peers, self._terms
         assert peers is not None
         dtype = torch.int64 if self._converts else terms.dtype
-        width, reduce = torch.Size(terms.row_shape).numel(), terms.reduce
-        said = fingerprint(terms, self._plan, self.route)
-        call = peers.prepare(self._plan, width, dtype, reduce.dtype, reduce.op, reduce.scale, signature=said.hash)
+        reduce, said = terms.reduce, fingerprint(terms, self._plan, self.route)
+        call = peers.prepare(self._plan, self._width, dtype, reduce.dtype, reduce.op, reduce.scale, signature=said.hash)
         return call, peers.bounds(self._plan)
 
     @property
@@ -227,8 +222,6 @@ class OverPeers(Prepared):
         return Job(results, iter(()))
 
     def bind(self) -> tuple[Tensor, bool] | None:
-        """The plan tensor of :mod:`shardsum.transports.peer.operators`, and whether it has one row and one result.
-        To be made after the first call."""
         call, bounds = self._launch if not self._is_empty else (None, [])
         if call is None or self._converts or len(self._terms.row_shape) > MAX_ROW_DIMS:
             return None
@@ -243,18 +236,16 @@ class Carried(Prepared):
         assert route.carry is not None
         self._together = executor.inside is not None and executor.router.folds_over_peers(route)
         self._schedule = carry.Schedule(route.carry, executor.rank, rows=not self._together)
-        self._has_width = torch.Size(terms.row_shape).numel() > 0
 
     @cached_property
     def _launches(self) -> dict[int, list[carry_peers.Launch]] | None:
         """Folds over peer memory, which is set up at the first call that needs it: collective in the domain."""
         inside, terms, schedule = self._executor.inside, self._terms, self._schedule
-        if inside is None or not self._together or not self._has_width:
+        if inside is None or not self._together or not self._width:
             return None
         said = fingerprint(terms, self._plan, self.route).hash
-        width = torch.Size(terms.row_shape).numel()
         return carry_peers.launches_of(
-            schedule.carry, self._executor.rank, inside, width, terms.dtype, terms.reduce, said
+            schedule.carry, self._executor.rank, inside, self._width, terms.dtype, terms.reduce, said
         )
 
     def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:

@@ -17,67 +17,51 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.layout import Interval, length
+from ..core.layout import ExchangePlan, Interval
 from ..core.numerics import accumulator_dtype
 from ..local import kernels
 from ..local.gradients import finish_gradient, select
-from ..local.ops import readable, row_contiguous
+from ..local.ops import readable
 from ..local.registry import define
 from .autograd import TAIL, Exchange, groups, keep, refuse_recomputation, tail_of, terms_of
 from .autograd import exchange as registered_exchange
 from .executor import Executor
-from .routes import LOCAL_ROUTE, Route, fingerprint, stamp_of
+from .job import Job
+from .prepared import Prepared
+from .routes import LOCAL_ROUTE, Route, fingerprint
 from .terms import Reduce, Terms, flatten, pairs
 
 if TYPE_CHECKING:
     from .plan import Plan
 
 
-class PreparedPadded:
-    """One such exchange, prepared as :class:`~.executor.Prepared` is."""
+class PreparedPadded(Prepared):
+    """One such exchange."""
 
     def __init__(self, executor: Executor, terms: Terms) -> None:
-        self._executor, self._terms = executor, terms
-        self._plan = executor.layout(terms)
-        self._over_peers = executor.peers is not None and executor.router.takes_peers()
-        self._sinks = [self._plan.sinks[q] for q in self._plan.hosted_sinks(executor.rank)]
-        self.route = self._route()
-        self._stamp = stamp_of(terms, self._plan, self.route)
+        plan = executor.layout(terms)
+        super().__init__(executor, terms, plan, _route(executor, terms, plan))
 
-    def _route(self) -> Route:
-        executor, terms = self._executor, self._terms
-        if executor.world_size == 1:
-            return LOCAL_ROUTE
-        width = torch.Size(terms.row_shape).numel()
-        if self._over_peers:
-            return executor.router.route(self._plan, width, terms.dtype, terms.reduce, "cuda")
-        slots, stride = padded_stride(executor.owners, terms)
-        sent = (slots * stride * (executor.world_size - 1),) * executor.world_size
-        reason = "lengths on the device travel with the padded rows"
-        if executor.router.transport == "carry":
-            reason = f'transport="carry" needs lengths that the host knows; {reason}'
-        return Route("gather", False, 1, sent, sent, reason)
-
-    def run(self, x: Tensor, lengths: Tensor) -> list[Tensor]:
-        """The results of the hosted sinks, then all lengths ``(R',)``."""
+    def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
+        x, lengths = shards
         self._executor.begin(self.route, self._stamp)
-        reduce = self._terms.reduce
-        if self._over_peers:
-            return self._run_over_peers(x, lengths)
+        if self.route.transport == "peer":
+            return Job(self._over_peers(x, lengths), iter(()))
         rows, all_lengths = self._gather(x, lengths)
-        results = [*[sum_padded_part(rows, all_lengths, sink, reduce) for sink in self._sinks], all_lengths]
+        parts = [sum_padded_part(rows, all_lengths, self._plan.sinks[q], self._reduce) for q in self._sinks]
+        results = [*parts, all_lengths]
         if self._executor.wire is not None:
             self._executor.wire.verify(results)
-        return results
+        return Job(results, iter(()))
 
-    def _run_over_peers(self, x: Tensor, lengths: Tensor) -> list[Tensor]:
+    def _over_peers(self, x: Tensor, lengths: Tensor) -> list[Tensor]:
         """All R lengths are needed, and gathered, for the divisor of a mean's gradient only; else they are 0."""
-        peers, plan, reduce = self._executor.peers, self._plan, self._terms.reduce
+        peers, plan, reduce = self._executor.peers, self._plan, self._reduce
         assert peers is not None
-        outs = [x.new_empty((length(sink), *x.shape[2:]), dtype=reduce.dtype) for sink in self._sinks]
-        if x.shape[2:].numel() and any(length(sink) for sink in plan.sinks):
+        outs = self._results(x, None)
+        if not self._is_empty:
             said, number = fingerprint(self._terms, plan, self.route).hash, self._executor.peer_number()
-            rows = list(x.contiguous().unbind(0))
+            rows = list(x.unbind(0))
             peers.exchange(plan, rows, outs, reduce.op, reduce.scale, lengths, number=number, signature=said)
         if reduce.op == "mean":
             return [*outs, peers.gather_lengths(plan, lengths, self._executor.peer_number())]
@@ -91,21 +75,33 @@ class PreparedPadded:
         """
         executor = self._executor
         if executor.wire is None:
-            return row_contiguous(x), lengths.clone()
+            return x, lengths.clone()
         slots, stride = padded_stride(executor.owners, self._terms)
         row_bytes = x[0].numel() * x.element_size()
         mine = torch.zeros((slots, stride), dtype=torch.uint8, device=x.device)
-        mine[: x.shape[0], :row_bytes] = x.contiguous().view(x.shape[0], -1).view(torch.uint8)
+        mine[: x.shape[0], :row_bytes] = x.view(x.shape[0], -1).view(torch.uint8)
         mine[: x.shape[0], stride - 8 :].view(torch.int64)[:, 0] = lengths
         everyone = torch.empty((executor.world_size * slots, stride), dtype=torch.uint8, device=x.device)
         executor.wire.wait(executor.wire.all_gather(everyone, mine), x.device)
         order = _row_order(executor.owners, slots)
         if order is not None:
             everyone = everyone[torch.tensor(order, device=x.device)]
-        item = x.element_size()
-        inner = x.stride()[1:] if x.is_contiguous() else x[0].contiguous().stride()
-        rows = everyone.view(x.dtype).as_strided((everyone.shape[0], *x.shape[1:]), (stride // item, *inner))
+        strides = (stride // x.element_size(), *x.stride()[1:])
+        rows = everyone.view(x.dtype).as_strided((everyone.shape[0], *x.shape[1:]), strides)
         return rows, everyone[:, stride - 8 :].contiguous().view(torch.int64)[:, 0].contiguous()
+
+
+def _route(executor: Executor, terms: Terms, plan: ExchangePlan) -> Route:
+    if executor.world_size == 1:
+        return LOCAL_ROUTE
+    if executor.router.takes_peers():
+        return executor.router.route(plan, torch.Size(terms.row_shape).numel(), terms.dtype, terms.reduce, "cuda")
+    slots, stride = padded_stride(executor.owners, terms)
+    sent = (slots * stride * (executor.world_size - 1),) * executor.world_size
+    reason = "lengths on the device travel with the padded rows"
+    if executor.router.transport == "carry":
+        reason = f'transport="carry" needs lengths that the host knows; {reason}'
+    return Route("gather", False, 1, sent, sent, reason)
 
 
 def padded_stride(owners: Sequence[int], terms: Terms) -> tuple[int, int]:
@@ -126,8 +122,8 @@ def _row_order(owners: Sequence[int], slots: int) -> list[int] | None:
 
 
 def gathered_rows(executor: Executor) -> int:
-    """R', the number of lengths that :meth:`PreparedPadded.run` returns."""
-    if executor.wire is None or (executor.peers is not None and executor.router.takes_peers()):
+    """R', the number of lengths that a :class:`PreparedPadded` returns."""
+    if executor.wire is None or executor.router.takes_peers():
         return len(executor.owners)
     slots = max(executor.owners.count(p) for p in range(executor.world_size))
     return len(executor.owners) if _row_order(executor.owners, slots) is not None else executor.world_size * slots
@@ -153,7 +149,7 @@ class PaddedExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        outs = plan.run_recorded([x], lengths)
+        outs = plan.run_recorded([x, lengths])
         ctx.plan, ctx.call = plan, plan.call
         ctx.save_for_backward(lengths.clone(), outs[-1])  # the caller may write the next step's lengths before backward
         ctx.mark_non_differentiable(outs[-1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
@@ -26,6 +26,7 @@ from .handle import Handle, start_on_cpu, start_on_stream
 from .job import Job
 from .launching import launch
 from .padded import PaddedExchange, PreparedPadded
+from .prepared import Prepared
 from .ranges import name_of, range_of
 from .tensors import Tensors
 from .terms import Terms
@@ -69,7 +70,7 @@ class Plan(Generic[R]):
         self._agreed = [terms.grad == "adjoint"] * 2
 
     @cached_property
-    def _prepared(self) -> Any:
+    def _prepared(self) -> Prepared:
         if self.terms.device_lengths:
             return PreparedPadded(self._planner.executor, self.terms)
         return self._planner.executor.prepare(self.terms, self.device.type)
@@ -173,16 +174,14 @@ class Plan(Generic[R]):
                 raise planner.refuse(terms.name, ValueError("async_op: not possible with shards that require grad"))
             self._agree(hosted)
             kept = outs if isinstance(out, (list, tuple)) else out
-            give = partial(deliver, terms=terms, out=kept, single=is_single(shards, planner, terms))
+            single, count = is_single(shards, planner, terms), self.tensors.num_results
+            give = lambda results: deliver(results[:count], terms, kept, single)  # noqa: E731
             if hosted[0].is_cuda:
                 given = None if given is None else given.clone()
                 tensors = [*hosted, *(outs or []), *([] if given is None else [given])]
                 stream = planner.stream(hosted[0].device)
                 return start_on_stream(stream, tensors, lambda: self._run(hosted, outs, given), give)
-            if given is not None:
-                results = self._run(hosted, outs, given)
-                return Handle(lambda: give(results))
-            return start_on_cpu(planner, terms.name, self._begin(hosted, fillable(outs)), give)
+            return start_on_cpu(planner, terms.name, self._begin(_joined(hosted, given), fillable(outs)), give)
 
     @cached_property
     def adjoint(self) -> Plan:
@@ -216,13 +215,9 @@ class Plan(Generic[R]):
         hosted = hosted_shards(shards, self.tensors.sources(), planner.shard_device, len(terms.row_shape))
         return deliver(traced(planner, terms, hosted, lengths), terms, out, is_single(shards, planner, terms))
 
-    def run(self, shards: Sequence[Tensor], lengths: Tensor | None, outs: Any = None) -> list[Tensor]:
-        """The results of valid rows, without autograd; of one stacked Tensor ``(k, S_MAX, *F)`` with device lengths,
-        then all lengths."""
-        return self._begin(shards, outs).result() if lengths is None else self._prepared.run(shards[0], lengths)
-
-    def _begin(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None) -> Job:
-        return self._prepared.start(movable(shards), outs)
+    def _begin(self, tensors: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
+        """The rest of a call, without autograd, of what :meth:`.prepared.Prepared.start` takes."""
+        return self._prepared.start(movable(tensors), outs)
 
     def counts(self, device: torch.device) -> list[Tensor]:
         """How many sources cover each position of every hosted source, int64 on ``device``."""
@@ -264,22 +259,20 @@ class Plan(Generic[R]):
         self._agreed[collective_gradient] = True
 
     def _run(self, hosted: list[Tensor], outs: list[Tensor] | None, lengths: Tensor | None) -> list[Tensor]:
-        if lengths is not None:
-            return self.run([stack(hosted)], lengths)[:-1]
-        results = self.run(hosted, None, fillable(outs))
+        results = self._begin(_joined(hosted, lengths), fillable(outs)).result()
         if self._bound is None and self._prepared.route.transport == "peer":
             self._bound = self._prepared.bind()
-        return results
+        return results if lengths is None else results[:-1]
 
     def _record(self, hosted: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
         if lengths is not None:
             return list(PaddedExchange.apply(self, stack(hosted), lengths)[:-1])
         return list(Exchange.apply(self, *hosted))
 
-    def run_recorded(self, shards: Sequence[Tensor], lengths: Tensor | None = None) -> list[Tensor]:
+    def run_recorded(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What autograd's functions run: the rest of a call that was checked and agreed on."""
         with self._planner.calling(self.terms.name, begun=True):
-            return self.run(shards, lengths)
+            return self._begin(tensors).result()
 
     def execute(self, shards: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
         """A call without autograd that gives one result a hosted sink, for the registered operators.
@@ -296,4 +289,9 @@ class Plan(Generic[R]):
                 raise planner.refuse(name, error) from error
             self._agree(rows)
             planner.agreement.origin = planner.agreement.origin or self.origin_of_operator()
-            return self.run(rows if lengths is None else shards, lengths)
+            return self._begin(rows if lengths is None else [shards[0], lengths]).result()
+
+
+def _joined(hosted: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
+    """What a prepared exchange takes."""
+    return hosted if lengths is None else [stack(hosted), lengths]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ..core.layout import ExchangePlan, length
@@ -29,6 +30,8 @@ class Prepared:
         self.route, self._executor, self._plan, self._reduce = route, executor, plan, terms.reduce
         self._sinks = plan.hosted_sinks(executor.rank)
         self.shapes = [(length(plan.sinks[q]), *terms.row_shape) for q in self._sinks]
+        self._width = torch.Size(terms.row_shape).numel()
+        self._is_empty = not self._width or not any(length(sink) for sink in plan.sinks)
         self._stamp, self._terms = stamp_of(terms, plan, route), terms
 
     def _of_chunks(self, transport: str, cuts: Sequence[ExchangePlan]) -> list[Transport]:
@@ -39,12 +42,18 @@ class Prepared:
         return [made(cut, rank, tuple(terms.row_shape), terms.dtype, head) for cut in cuts]
 
     def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
-        """Begin the exchange of contiguous shards ``(|I_r|, *F)``.
+        """Begin the exchange of contiguous shards ``(|I_r|, *F)``. With lengths on the device it is that of
+        ``[x (k, S_MAX, *F), lengths (k,)]``, and all lengths ``(R',)`` follow the results.
 
         ``outs``, contiguous and without lazy signs, may be filled in place of new tensors: the result says whether
         they were.
         """
         raise NotImplementedError
+
+    def bind(self) -> tuple[Tensor, bool] | None:
+        """The plan tensor of :mod:`shardsum.transports.peer.operators`, and whether it has one row and one result; None
+        where there is none. To be made after the first call."""
+        return None
 
     def _results(self, first: Tensor, outs: Sequence[Tensor] | None) -> list[Tensor]:
         if outs is not None:

@@ -29,7 +29,7 @@ class Tensors:
         self, planner: Planner, terms: Terms, bounds: Sequence[tuple[int, int]], sinks: Sequence[Interval]
     ) -> None:
         self._planner, self.terms, self.bounds, self._sinks = planner, terms, bounds, sinks
-        self._single = len(bounds) == 1
+        self._single, self.num_results = len(bounds) == 1, len(sinks)
 
     def take(self, shards: Shards) -> list[Tensor]:
         """The valid rows of the hosted shards; ValueError where they do not fit."""
