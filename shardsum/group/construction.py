@@ -99,7 +99,7 @@ def construct(
             workspace_bytes,
         )  # fmt: skip
     router = Router(agreed, transport, table, peers, inside=folds and missing is None, not_inside=missing)
-    return Planner(Executor(owners, rank, wire, router, agreement, peers, inside), agreement, where), pg
+    return Planner(Executor(owners, rank, wire, router, agreement, inside), agreement, where), pg
 
 
 def _process_group(group: Any) -> dist.ProcessGroup | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,18 +25,13 @@ from ..transports import Rows, Stamp, Wire, carry, carry_peers, share
 from ..transports.peer.operators import MAX_ROW_DIMS
 from ..transports.peer.transport import PeerTransport, PreparedCall
 from ..transports.peer.workspace import number_of
-from .job import Job
+from .handle import Job
 from .prepared import Prepared
 from .routes import Route, Router, fingerprint, rows_per_chunk, two_shot_chunks
 from .terms import Reduce, Terms
 
-
-class Calls(Protocol):
-    """The numbers of the current call (``call``), and of the one whose backward it is, or that it repeats in a backward
-    pass (``origin``; 0 for neither)."""
-
-    call: int
-    origin: int
+if TYPE_CHECKING:
+    from .agreement import Agreement
 
 
 class Executor:
@@ -48,11 +43,11 @@ class Executor:
         wire: how bytes travel; None for a lone process.
         router: chooses how.
         calls: knows the numbers of the current call.
-        peers: the peer transport, where processes can map each other's memory.
-        inside: the one of this process's domain, where processes can do so inside each domain alone. Its ``reason`` is
-            None.
+        inside: the peer transport of this process's domain, where processes can map each other's memory inside each
+            domain alone. Its ``reason`` is None.
 
     Attributes:
+        peers: the peer transport, where all processes can do so.
         last: the route of the last exchange.
         state: one int64 that native operators share with Python (:mod:`shardsum.transports.peer.operators`).
     """
@@ -63,15 +58,14 @@ class Executor:
         rank: int,
         wire: Wire | None,
         router: Router,
-        calls: Calls,
-        peers: PeerTransport | None = None,
+        calls: Agreement,
         inside: PeerTransport | None = None,
     ) -> None:
         self.inside = inside
         self.owners, self.rank, self.wire, self.router, self.calls = tuple(owners), rank, wire, router, calls
         self.world_size = router.world_size
         self.virtual_ranks = tuple(v for v, owner in enumerate(self.owners) if owner == rank)
-        self.peers = peers if peers is not None and peers.reason is None else None
+        self.peers = router.peers
         self.last: Route | None = None
         self.state = torch.zeros(1, dtype=torch.int64, device="cpu")
 

@@ -1,14 +1,15 @@
-"""A collective under way, and how one is started on a stream of its own."""
+"""A collective under way, for its user and for the group, and how one is started on a stream of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from .job import Job
+from ..transports import Wire
 
 if TYPE_CHECKING:
     from .planner import Planner
@@ -33,6 +34,41 @@ class Handle(Generic[T]):
         if self._finish is not None:
             self._result, self._finish = self._finish(), None
         return self._result
+
+
+class Job:
+    """An exchange under way; the first transfers have started. ``result()`` completes it; called again after an error
+    it raises that error. A thread of another group may complete it: who comes then waits.
+
+    Args:
+        outs: the results, once it is complete.
+        steps: what is left to do; stops once after the first transfers have started.
+        more: whether ``steps`` will start further transfers.
+        wire: what they travel on.
+    """
+
+    def __init__(self, outs: list[Tensor], steps: Iterator[None], more: bool = False, wire: Wire | None = None) -> None:
+        self.more = more
+        self._wire = wire
+        self._outs, self._steps = outs, steps
+        self._error: BaseException | None = None
+        self._lock = Lock()
+        next(steps, None)
+
+    def result(self) -> list[Tensor]:
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            try:
+                for _ in self._steps:
+                    pass
+            except BaseException as error:
+                self._error = error
+                if self.more and self._wire is not None:
+                    self._wire.fail(error)
+                raise
+            self.more = False
+            return self._outs
 
 
 def start_on_cpu(planner: Planner, name: str, job: Job, deliver: Callable[[list[Tensor]], Any]) -> Handle[Any]:

@@ -26,7 +26,7 @@ from ..local.registry import define
 from .autograd import TAIL, Exchange, groups, keep, refuse_recomputation, tail_of, terms_of
 from .autograd import exchange as registered_exchange
 from .executor import Executor
-from .job import Job
+from .handle import Job
 from .prepared import Prepared
 from .routes import LOCAL_ROUTE, Route, fingerprint
 from .terms import Reduce, Terms, flatten, pairs

@@ -22,8 +22,7 @@ from .arguments import Shards, check_device_lengths, hosted_shards
 from .autograd import Exchange, _coverage
 from .explain import Explanation, Stats
 from .forms import deliver, fillable, is_single, movable, stack, traced
-from .handle import Handle, start_on_cpu, start_on_stream
-from .job import Job
+from .handle import Handle, Job, start_on_cpu, start_on_stream
 from .launching import launch
 from .padded import PaddedExchange, PreparedPadded
 from .prepared import Prepared

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.layout import ExchangePlan, length
 from ..transports import TRANSPORTS, Transport
-from .job import Job
+from .handle import Job
 from .routes import Route, stamp_of
 from .terms import Terms
 

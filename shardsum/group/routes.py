@@ -83,14 +83,14 @@ class Router:
     ) -> None:
         self.world_size, self.domains = len(domains.of), domains
         self.transport, self._costs = transport, costs
-        self._peers = peers if peers is not None and peers.reason is None else None
+        self.peers = peers if peers is not None and peers.reason is None else None
         self._no_peers = "" if peers is None or peers.reason is None else f"; no peer memory: {peers.reason}"
         self._inside = inside
         self._not_inside = "" if not_inside is None else f"; no peer memory inside domains: {not_inside}"
 
     def takes_peers(self) -> bool:
         """Whether exchanges go over peer memory."""
-        return self._peers is not None and self.transport in ("auto", "peer")
+        return self.peers is not None and self.transport in ("auto", "peer")
 
     def route(self, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce, device_type: str) -> Route:
         """The route of an exchange with ``width`` elements a position."""
@@ -131,9 +131,9 @@ class Router:
         return routes
 
     def _peer_route(self, plan: ExchangePlan, width: int, dtype: torch.dtype, reduce: Reduce) -> Route:
-        assert self._peers is not None
+        assert self.peers is not None
         sizes = (width, dtype.itemsize, reduce.dtype.itemsize)
-        two_shot, egress, ingress = self._peers.predict(plan, *sizes, reduce.op == "copy")
+        two_shot, egress, ingress = self.peers.predict(plan, *sizes, reduce.op == "copy")
         return Route("peer", two_shot, 1, egress, ingress, "one launch over memory that the GPUs map from each other")
 
     def _carried(
