@@ -11,7 +11,7 @@ cotangent and takes its parts of it; the derivative of *that* is the forward col
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -58,8 +58,7 @@ class Exchange(torch.autograd.Function):
         acc = accumulator_dtype(terms.dtype)
         shards = plan.adjoint.on_list([g.to(acc) if acc == torch.float64 else g for g in grads], ctx.call)
         if terms.reduce.op == "mean":
-            counts = plan.counts(grads[0].device)
-            shards = [finish_gradient(s, n, terms.reduce.scale, terms.dtype) for s, n in zip(shards, counts)]
+            shards = divided(shards, [begin for begin, _ in plan.bounds], terms, _coverage)
         return None, *shards
 
     @staticmethod
@@ -80,10 +79,11 @@ class LocalAdjoint(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: Plan, call: int, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        terms = plan.terms
-        count = plan.sink_count(grad.device) if terms.reduce.op == "mean" else None
-        spread = finish_gradient(grad, count, terms.reduce.scale, terms.dtype)
-        first = terms.sinks[0][0]
+        terms, first = plan.terms, plan.terms.sinks[0][0]
+        if terms.reduce.op == "mean":
+            (spread,) = divided([grad], [first], terms, _coverage)
+        else:
+            spread = finish_gradient(grad, None, terms.reduce.scale, terms.dtype)
         return tuple(spread[begin - first : begin - first + n].clone() for begin, n in plan.bounds)
 
     @staticmethod
@@ -204,26 +204,33 @@ def _setup(ctx: Any, inputs: tuple, output: Any) -> None:
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple:
     terms = ctx.terms
     grads = [g.contiguous() for g in grads]
-    hosted, acc, scale = ctx.planner.hosted(terms.sources, terms.kinds[0]), accumulator_dtype(terms.dtype), None
+    hosted, scale = ctx.planner.hosted(terms.sources, terms.kinds[0]), terms.reduce.scale
     mean = terms.reduce.op == "mean"
     if terms.local_adjoint:
-        grad, begin = grads[0], terms.sinks[0][0]
+        first = terms.sinks[0][0]
         if mean:
-            bounds = [x - begin for x in flatten(terms.sources)]
-            grad = finish_gradient(grad.to(acc), coverage(grad, bounds, grad.shape[0]), None, acc)
-        held = [x - begin for x in flatten(hosted)]
-        scale = terms.reduce.scale
-        shards = torch.ops.shardsum.local_adjoint(grad, held, ctx.rows, scale, terms.dtype)
+            grads, scale = divided(grads, [first], terms, coverage), None
+        held = [x - first for x in flatten(hosted)]
+        shards = torch.ops.shardsum.local_adjoint(grads[0], held, ctx.rows, scale, terms.dtype)
     else:
+        acc = accumulator_dtype(terms.dtype)
         grads = [g.to(acc) for g in grads] if acc == torch.float64 else grads
         shards = exchange(grads, terms.adjoint(), ctx.rows, ctx.group)
         if mean:
-            counts = [
-                coverage(s, [x - begin for x in flatten(terms.sources)], s.shape[0])
-                for s, (begin, _) in zip(shards, hosted)
-            ]
-            shards = [finish_gradient(s, n, terms.reduce.scale, terms.dtype) for s, n in zip(shards, counts)]
+            shards = divided(shards, [begin for begin, _ in hosted], terms, coverage)
     return shards, *[None] * 12
+
+
+def divided(
+    grads: Sequence[Tensor], begins: Sequence[int], terms: Terms, count: Callable[[Tensor, list[int], int], Tensor]
+) -> list[Tensor]:
+    """What contributions to a mean get of cotangents that begin at these positions: divided by the count of
+    contributions, multiplied by the scale and rounded."""
+    flat = flatten(terms.sources)
+    return [
+        finish_gradient(g, count(g, [x - begin for x in flat], g.shape[0]), terms.reduce.scale, terms.dtype)
+        for g, begin in zip(grads, begins)
+    ]
 
 
 # Parts of its adjoint, as operators: symbolic bounds need not be traced through slices

@@ -19,7 +19,7 @@ from torch.autograd import profiler
 from ..core.checks import needs_grad
 from ..core.layout import length
 from .arguments import Shards, check_device_lengths, hosted_shards
-from .autograd import Exchange, _coverage
+from .autograd import Exchange
 from .explain import Explanation, Stats
 from .forms import deliver, fillable, is_single, movable, stack, traced
 from .handle import Handle, Job, start_on_cpu, start_on_stream
@@ -217,18 +217,6 @@ class Plan(Generic[R]):
     def _begin(self, tensors: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
         """The rest of a call, without autograd, of what :meth:`.prepared.Prepared.start` takes."""
         return self._prepared.start(movable(tensors), outs)
-
-    def counts(self, device: torch.device) -> list[Tensor]:
-        """How many sources cover each position of every hosted source, int64 on ``device``."""
-        return [self._count(begin, n, device) for begin, n in self.bounds]
-
-    def sink_count(self, device: torch.device) -> Tensor:
-        """How many sources cover each position of a result that every process gets."""
-        return self._count(self.terms.sinks[0][0], length(self.terms.sinks[0]), device)
-
-    def _count(self, begin: int, n: int, device: torch.device) -> Tensor:
-        flat = [bound - begin for interval in self.terms.sources for bound in interval]
-        return _coverage(torch.empty(0, device=device), flat, n)
 
     def _check(
         self, shards: Shards, out: Any, lengths: Tensor | None
