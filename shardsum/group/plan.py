@@ -20,14 +20,12 @@ from ..core.checks import needs_grad
 from ..core.layout import length
 from .arguments import Shards, check_device_lengths, hosted_shards
 from .autograd import Exchange
-from .explain import Explanation, Stats
-from .forms import deliver, fillable, is_single, movable, stack, traced
+from .explain import Explanation, Stats, name_of, range_of
+from .forms import Tensors, deliver, fillable, is_single, movable, stack, traced
 from .handle import Handle, Job, start_on_cpu, start_on_stream
 from .launching import launch
 from .padded import PaddedExchange, PreparedPadded
 from .prepared import Prepared
-from .ranges import name_of, range_of
-from .tensors import Tensors
 from .terms import Terms
 
 if TYPE_CHECKING:
