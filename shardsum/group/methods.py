@@ -7,7 +7,7 @@ last definition of each.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from . import options as takes
 
+#: One shard gives a Tensor, a list of them a list.
+Form = TypeVar("Form", Tensor, list[Tensor])
 HostLengths = Sequence[int] | None
 Lengths = HostLengths | Tensor
 
@@ -79,39 +81,16 @@ class Collectives:
     @overload
     def reduce_scatter(
         self,
-        shards: Tensor,
+        shards: Form,
         lengths: Lengths = None,
         *,
         async_op: Literal[False] = False,
         **options: Unpack[takes.ReduceScatter],
-    ) -> Tensor: ...
+    ) -> Form: ...
     @overload
     def reduce_scatter(
-        self,
-        shards: Sequence[Tensor],
-        lengths: Lengths = None,
-        *,
-        async_op: Literal[False] = False,
-        **options: Unpack[takes.ReduceScatter],
-    ) -> list[Tensor]: ...
-    @overload
-    def reduce_scatter(
-        self,
-        shards: Tensor,
-        lengths: Lengths = None,
-        *,
-        async_op: Literal[True],
-        **options: Unpack[takes.ReduceScatter],
-    ) -> Handle[Tensor]: ...
-    @overload
-    def reduce_scatter(
-        self,
-        shards: Sequence[Tensor],
-        lengths: Lengths = None,
-        *,
-        async_op: Literal[True],
-        **options: Unpack[takes.ReduceScatter],
-    ) -> Handle[list[Tensor]]: ...
+        self, shards: Form, lengths: Lengths = None, *, async_op: Literal[True], **options: Unpack[takes.ReduceScatter]
+    ) -> Handle[Form]: ...
     def reduce_scatter(
         self,
         shards: Shards,
@@ -188,43 +167,23 @@ class Collectives:
     @overload
     def exchange(
         self,
-        shards: Tensor,
+        shards: Form,
         in_intervals: Sequence[Interval],
         out_intervals: Sequence[Interval],
         *,
         async_op: Literal[False] = False,
         **options: Unpack[takes.Exchange],
-    ) -> Tensor: ...
+    ) -> Form: ...
     @overload
     def exchange(
         self,
-        shards: Sequence[Tensor],
-        in_intervals: Sequence[Interval],
-        out_intervals: Sequence[Interval],
-        *,
-        async_op: Literal[False] = False,
-        **options: Unpack[takes.Exchange],
-    ) -> list[Tensor]: ...
-    @overload
-    def exchange(
-        self,
-        shards: Tensor,
+        shards: Form,
         in_intervals: Sequence[Interval],
         out_intervals: Sequence[Interval],
         *,
         async_op: Literal[True],
         **options: Unpack[takes.Exchange],
-    ) -> Handle[Tensor]: ...
-    @overload
-    def exchange(
-        self,
-        shards: Sequence[Tensor],
-        in_intervals: Sequence[Interval],
-        out_intervals: Sequence[Interval],
-        *,
-        async_op: Literal[True],
-        **options: Unpack[takes.Exchange],
-    ) -> Handle[list[Tensor]]: ...
+    ) -> Handle[Form]: ...
     def exchange(
         self,
         shards: Shards,
