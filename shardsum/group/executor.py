@@ -113,29 +113,24 @@ class OneShot(Prepared):
     def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route) -> None:
         super().__init__(executor, terms, plan, route)
         n = route.chunks
-        self._cuts = [plan.cut(i / n, (i + 1) / n) for i in range(n)] if n > 1 else [plan]
-        self._chunks = list(zip(self._cuts, self._of_chunks(route.transport, self._cuts)))
+        self._cut_to(route.transport, [plan.cut(i / n, (i + 1) / n) for i in range(n)] if n > 1 else [plan])
 
     def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
-        self._executor.begin(self.route, self._stamp, len(self._cuts) > 1)
+        self._executor.begin(self.route, self._stamp, self.route.chunks > 1)
         results = self._results(shards[0], outs)
-        return Job(results, self._steps(shards, results), len(self._cuts) > 1, self._executor.wire)
+        return Job(results, self._steps(shards, results), self.route.chunks > 1, self._executor.wire)
 
     def _steps(self, shards: Sequence[Tensor], outs: list[Tensor]) -> Iterator[None]:
-        wire, plan = self._executor.wire, self._plan
-        pending = self._chunks[0][1].start(shards, wire)
-        yield
-        for (cut, _), following in zip(self._chunks, [*self._chunks[1:], None]):
-            ahead = None if following is None else following[1].start(shards, wire)
+        wire, plan, arriving = self._executor.wire, self._plan, self._arriving(shards)
+        yield next(arriving)
+        for cut, arrived in arriving:
             parts = []
-            for q, out, rows in zip(self._sinks, outs, pending.wait(wire)):
+            for q, out, rows in zip(self._sinks, outs, arrived):
                 begin, end = (position - plan.sinks[q][0] for position in cut.sinks[q])
-                parts.append(out if len(self._cuts) == 1 else out[begin:end])
+                parts.append(out if self.route.chunks == 1 else out[begin:end])
                 fill(parts[-1], rows, self._reduce)
             if wire is not None:
                 wire.verify(parts)
-            if ahead is not None:
-                pending = ahead
 
 
 class TwoShot(Prepared):
@@ -145,14 +140,13 @@ class TwoShot(Prepared):
     def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route, by_domain: bool) -> None:
         super().__init__(executor, terms, plan, route)
         self._by_domain = by_domain
-        cuts = two_shot_chunks(plan, route.chunks)
-        self._chunks = list(zip(cuts, self._of_chunks("all_to_all", cuts)))
+        self._cut_to("all_to_all", two_shot_chunks(plan, route.chunks))
         self._chunk_rows = rows_per_chunk(plan, route.chunks)
 
     def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
-        self._executor.begin(self.route, self._stamp, len(self._chunks) > 1)
+        self._executor.begin(self.route, self._stamp, self.route.chunks > 1)
         (shape,) = self.shapes
-        padded = (self._chunk_rows * len(self._chunks), *shape[1:])
+        padded = (self._chunk_rows * self.route.chunks, *shape[1:])
         buffer = (
             outs[0] if outs is not None and padded == shape else shards[0].new_empty(padded, dtype=self._reduce.dtype)
         )
@@ -160,18 +154,14 @@ class TwoShot(Prepared):
                    self._executor.wire)  # fmt: skip
 
     def _steps(self, shards: Sequence[Tensor], buffer: Tensor) -> Iterator[None]:
-        wire, rank = self._executor.wire, self._executor.rank
+        wire, rank, arriving = self._executor.wire, self._executor.rank, self._arriving(shards)
         assert wire is not None
         rows_per_process = self._chunk_rows // self._executor.world_size
-        pending = self._chunks[0][1].start(shards, wire)
-        yield
+        yield next(arriving)
         gathers: list[Any] = []
         shared: list[share.Sharing] = []
-        parts = buffer.split(self._chunk_rows)
-        for (cut, _), following, chunk in zip(self._chunks, [*self._chunks[1:], None], parts):
-            ahead = None if following is None else following[1].start(shards, wire)
+        for (cut, (rows,)), chunk in zip(arriving, buffer.split(self._chunk_rows)):
             mine = chunk[rank * rows_per_process : (rank + 1) * rows_per_process]
-            (rows,) = pending.wait(wire)
             fill(mine[: length(cut.sinks[rank])], rows, self._reduce)
             wire.verify([mine])
             if shared:
@@ -180,8 +170,6 @@ class TwoShot(Prepared):
                 shared.append(share.Sharing(wire, self._executor.router.domains, chunk, len(shared)))
             elif chunk.numel():
                 gathers.append(wire.all_gather(chunk, mine))
-            if ahead is not None:
-                pending = ahead
         for work in gathers:
             wire.wait(work, buffer.device)
         for sharing in shared:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..core.layout import ExchangePlan, length
-from ..transports import TRANSPORTS, Transport
+from ..transports import TRANSPORTS
 from .handle import Job
 from .routes import Route, stamp_of
 from .terms import Terms
@@ -34,12 +34,23 @@ class Prepared:
         self._is_empty = not self._width or not any(length(sink) for sink in plan.sinks)
         self._stamp, self._terms = stamp_of(terms, plan, route), terms
 
-    def _of_chunks(self, transport: str, cuts: Sequence[ExchangePlan]) -> list[Transport]:
-        """What brings the rows of each chunk."""
+    def _cut_to(self, transport: str, cuts: Sequence[ExchangePlan]) -> None:
+        """Let rows travel in these chunks."""
         terms, rank, wire = self._terms, self._executor.rank, self._executor.wire
         head = 0 if wire is None else wire.header_bytes
-        made = TRANSPORTS[transport]
-        return [made(cut, rank, tuple(terms.row_shape), terms.dtype, head) for cut in cuts]
+        made, shape = TRANSPORTS[transport], tuple(terms.row_shape)
+        self._chunks = [(cut, made(cut, rank, shape, terms.dtype, head)) for cut in cuts]
+
+    def _arriving(self, shards: Sequence[Tensor]) -> Iterator[Any]:
+        """None, once the first transfers have started. Then every chunk with the rows of the hosted sinks; while they
+        are summed, those of the next chunk travel."""
+        wire, pending = self._executor.wire, self._chunks[0][1].start(shards, self._executor.wire)
+        yield None
+        for (cut, _), following in zip(self._chunks, [*self._chunks[1:], None]):
+            ahead = None if following is None else following[1].start(shards, wire)
+            yield cut, pending.wait(wire)
+            if ahead is not None:
+                pending = ahead
 
     def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
         """Begin the exchange of contiguous shards ``(|I_r|, *F)``. With lengths on the device it is that of
