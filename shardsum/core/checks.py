@@ -29,11 +29,15 @@ def describe(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}"
 
 
+def _have_tangents(tensors: Sequence[Tensor]) -> bool:
+    forward_mode = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    return forward_mode and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
 def needs_grad(tensors: Sequence[Tensor]) -> bool:
     """Whether autograd records what is done to these tensors. ValueError for tensors with a forward-mode tangent, which
     would be lost."""
-    forward_mode = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
-    if forward_mode and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if _have_tangents(tensors):
         raise ValueError("shards: forward-mode derivatives are not implemented; use backward")
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
@@ -139,13 +143,28 @@ def check_shards(shards: Sequence[Tensor], first_rank: Sequence[int] | None = No
     return shards
 
 
-def check_writable(out: Tensor) -> None:
-    """Raise ValueError when elements of ``out`` share memory."""
+def check_out(out: Tensor, shards: Sequence[Tensor], shape: Sequence[int | None], dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``out`` can receive a result of these shards, of this dtype and shape (None: of any
+    extent)."""
+    if not is_strided(out):
+        raise ValueError(f"out: expected a Tensor, got {describe(out)}")
+    fits = out.dim() == len(shape) and all(n is None or n == m for n, m in zip(shape, out.shape))
+    if not fits or out.dtype != dtype or out.device != shards[0].device:
+        result = f"{dtype} {tuple('size' if n is None else n for n in shape)} on {shards[0].device}"
+        raise ValueError(f"out: {describe(out)} on {out.device}, but the result is {result}")
+    if torch.compiler.is_compiling():  # the result is copied there, with its gradient
+        return
     if not has_distinct_elements(out):
         how = "is expanded" if 0 in out.stride() else "overlaps itself"
         raise ValueError(
             f"out: {how} (shape {tuple(out.shape)}, strides {out.stride()}); several elements share one place in memory"
         )
+    tensors = [*shards, out]
+    if _have_tangents(tensors) or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        raise ValueError("out: not possible where gradients are needed; use the returned tensor")
+    for r, shard in enumerate(shards):
+        if overlap(out, shard):
+            raise ValueError(f"out: shares memory with the shards (tensor {r}); rows would change while they are read")
 
 
 def has_distinct_elements(x: Tensor) -> bool:

@@ -14,12 +14,8 @@ from ..core.checks import (
     check_index_tensor,
     check_shards,
     check_size,
-    check_writable,
     describe,
     is_count,
-    is_strided,
-    needs_grad,
-    overlap,
 )
 from ..core.layout import Interval, split_evenly
 from ..core.numerics import check_op, resolve_out_dtype
@@ -201,26 +197,6 @@ def check_outs(out: Any, count: int, replicated: bool) -> list[Tensor]:
         what = "a Tensor" if replicated else f"a list of {count} Tensors, one a hosted virtual rank"
         raise ValueError(f"out: expected {what}, got {describe(out)}")
     return list(outs)
-
-
-def check_out(out: Tensor, shards: Sequence[Tensor], dtype: torch.dtype, rows: int | None) -> None:
-    """Raise ValueError unless ``out`` can receive a result of these shards, of this dtype and number of rows."""
-    if not is_strided(out):
-        raise ValueError(f"out: expected a Tensor, got {describe(out)}")
-    if out.dim() == 0 or out.shape[1:] != shards[0].shape[1:] or out.dtype != dtype:
-        result = f"{dtype} {('size', *shards[0].shape[1:])}"
-        raise ValueError(f"out: {describe(out)}, but the result is {result}")
-    if rows is not None and out.shape[0] != rows:
-        raise ValueError(f"out: {out.shape[0]} rows, but the result has {rows}")
-    if out.device != shards[0].device:
-        raise ValueError(f"out: on {out.device}, but the shards are on {shards[0].device}")
-    if torch.compiler.is_compiling():  # the result is copied there, with its gradient
-        return
-    check_writable(out)
-    if needs_grad([*shards, out]):
-        raise ValueError("out: not possible where gradients are needed; use the returned tensor")
-    if any(overlap(out, s) for s in shards):
-        raise ValueError("out: shares memory with the shards")
 
 
 def check_label(name: object) -> str | None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.checks import as_ints, describe, is_count, needs_grad
-from .arguments import Shards, check_out, classify_lengths, hosted_shards
+from ..core.checks import as_ints, check_out, describe, is_count, needs_grad
+from .arguments import Shards, classify_lengths, hosted_shards
 from .collectives import TAKES, Options
 from .forms import deliver, is_single, traced
 from .handle import Handle
@@ -127,7 +127,7 @@ def _count(planner: Planner, name: str, shards: Shards, options: Options, out: A
             hosted, terms, counts = _describe_counted(planner, name, shards, options)
             _refuse_async_gradient(hosted, async_op)
             if out is not None and terms.replicated:
-                check_out(out, hosted, terms.reduce.dtype, None)
+                check_out(out, hosted, (None, *terms.row_shape), terms.reduce.dtype)
         except Exception as error:
             raise planner.refuse(name, error, counted=True) from error
         grads = not terms.local_adjoint and needs_grad(hosted)
@@ -190,7 +190,7 @@ def _trace(
     hosted, terms = _describe(planner, name, shards, lengths, options, out)
     given = lengths if terms.device_lengths else None
     if out is not None:
-        check_out(out, hosted, terms.reduce.dtype, None)
+        check_out(out, hosted, (None, *terms.row_shape), terms.reduce.dtype)
     result = deliver(traced(planner, terms, hosted, given), terms, out, is_single(shards, planner, terms))
     return Handle(lambda: result) if async_op else result
 

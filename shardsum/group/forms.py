@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.checks import overlap
+from ..core.checks import check_out, overlap
 from ..core.layout import Interval, length
-from .arguments import Shards, check_out, check_outs, check_rows, hosted_shards, refuse_batches
+from .arguments import Shards, check_outs, check_rows, hosted_shards, refuse_batches
 from .autograd import Kept, exchange
 from .padded import exchange_padded
 from .terms import Terms
@@ -127,7 +127,7 @@ class Tensors:
             return None
         outs = check_outs(out, len(self._sinks), self.terms.replicated)
         for sink, tensor in zip(self._sinks, outs):
-            check_out(tensor, hosted, self.terms.reduce.dtype, length(sink))
+            check_out(tensor, hosted, (length(sink), *self.terms.row_shape), self.terms.reduce.dtype)
         if any(overlap(a, b) for i, a in enumerate(outs) for b in outs[:i]):
             raise ValueError("out: two of its Tensors share memory")
         return outs

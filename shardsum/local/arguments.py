@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from ..core.checks import as_ints, check_index_tensor, check_writable, describe, is_strided, overlap
+from ..core import checks
+from ..core.checks import as_ints, check_index_tensor, describe, is_strided
 from ..core.numerics import check_op, resolve_out_dtype
 
 
@@ -26,21 +26,9 @@ def check_numerics(
 
 
 def check_out(out: Tensor | None, shards: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Raise ValueError unless ``out`` can receive the result of these shards."""
-    if out is None or torch.compiler.is_compiling():  # compiled code copies the result there, with its gradient
-        return
-    if tuple(out.shape) != tuple(shape):
-        raise ValueError(f"out: shape {tuple(out.shape)}, but the result has {tuple(shape)}")
-    if out.dtype != dtype or out.device != shards[0].device:
-        raise ValueError(f"out: {out.dtype} on {out.device}, but the result is {dtype} on {shards[0].device}")
-    check_writable(out)
-    if out.requires_grad and torch.is_grad_enabled():
-        raise ValueError("out: requires grad; the result is written in place without autograd")
-    if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(s.requires_grad for s in shards)):
-        raise ValueError("out: not possible with shards that require grad; use the returned tensor")
-    for r, shard in enumerate(shards):
-        if overlap(out, shard):
-            raise ValueError(f"out: shares memory with the shards (tensor {r}); rows would change while they are read")
+    """Raise ValueError unless ``out`` can receive the result. (Compiled code copies it there.)"""
+    if out is not None and not torch.compiler.is_compiling():
+        checks.check_out(out, shards, shape, dtype)
 
 
 def to_host(num_ranks: int, lengths: Any, starts: Any) -> tuple[Any, Any]:

@@ -106,7 +106,7 @@ def held_plans(rank: int, world_size: int, steps: int) -> None:
             (shared[:40], shared[3:43], "out: shares memory"),  # also with the 7 rows of process 1
             (mine, mine.new_empty(960), "out: "),
             (mine, mine.new_empty(24, 40), "out: "),
-            (mine, mine.cpu(), "out: on cpu"),
+            (mine, mine.cpu(), "out: torch.bfloat16 .* on cpu"),
             (mine.cpu(), None, "shards: on cpu"),
             (mine.to_sparse(), None, "shards: "),
         ):

@@ -158,7 +158,7 @@ def test_what_a_plan_does_not_take() -> None:
         ([s[:, :2] for s in x], None, "trailing shape"),
         (x, outs[0], "out: expected a list of 4 Tensors"),
         (x, outs[:3], "out: expected a list of 4 Tensors"),
-        (x, [*outs[:3], outs[0]], "out: 2 rows, but the result has 1"),
+        (x, [*outs[:3], outs[0]], r"out: torch.bfloat16 \(2, 3\) on cpu, but the result is torch.bfloat16 \(1, 3\)"),
         (x, [overlapping[:2], overlapping[1:3], *outs[2:]], "out: two of its Tensors share memory"),
         (x, [*outs[:3], x[3][:1]], "out: shares memory with the shards"),
         ([s.requires_grad_(False).clone().requires_grad_() for s in x], outs, "out: not possible where gradients"),
