@@ -1,4 +1,4 @@
-"""Checks that turn bad input into a ValueError naming the argument, the virtual rank and both values."""
+"""Checks: bad input is a ValueError that names the argument, the virtual rank and both values. Also values as text."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _MAX_POSITIONS = 1 << 48  # rows of a tensor; far beyond memory, far below overflow
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _NARROW_INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16)
+_SHOWN = 8  # items of a list in a repr
 
 
 def is_strided(value: Any) -> bool:
@@ -27,6 +28,18 @@ def describe(value: Any) -> str:
     if not is_strided(value):
         return f"a {value.dtype} Tensor of layout {'nested' if value.is_nested else value.layout}"
     return f"{value.dtype} {tuple(value.shape)}"
+
+
+def brief(values: Sequence[object]) -> str:
+    """A list as Python shows it, but of many items the first ones and their number.
+
+    Example:
+        >>> brief([3, 1]), brief(range(64))
+        ('[3, 1]', '[0, 1, 2, 3, 4, 5, 6, 7, ... 64 in all]')
+    """
+    if len(values) <= _SHOWN + 1:
+        return str(list(values))
+    return f"[{', '.join(map(repr, values[:_SHOWN]))}, ... {len(values)} in all]"
 
 
 def _have_tangents(tensors: Sequence[Tensor]) -> bool:

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -97,14 +98,11 @@ def owners_of(num_virtual_ranks: int, world_size: int, placement: str | Sequence
     return owners
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Positions ``interval`` of source ``source``, travelling from ``sender`` to ``receiver``."""
+class Segment(NamedTuple):
+    """Positions ``interval`` of source ``source``."""
 
     source: int
     interval: Interval
-    sender: int
-    receiver: int
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ class ExchangePlan:
                 for component in components:
                     common = intersect(interval, component)
                     if length(common):
-                        table[owner][b].append(Segment(source, common, owner, b))
+                        table[owner][b].append(Segment(source, common))
         return tuple(tuple(tuple(cell) for cell in row) for row in table)
 
     @cached_property

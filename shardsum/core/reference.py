@@ -167,17 +167,12 @@ def exchange_adjoint(
     dtype: torch.dtype,
 ) -> list[Tensor]:
     """The gradient of :func:`exchange` for each shard: sum over q in order, divided by the forward's count, scaled."""
-    acc_dtype = accumulator_dtype(dtype)
-    out = []
-    for begin, end in in_intervals:
-        acc = grads[0].new_zeros((end - begin, *grads[0].shape[1:]), dtype=acc_dtype)
-        for grad, (lo, hi) in zip(grads, out_intervals):
-            b, e = intersect((begin, end), (lo, hi))
-            if b < e:
-                acc[b - begin : e - begin] += grad[b - lo : e - lo].to(acc_dtype)
-        count = None
-        if op == "mean":
-            shifted = [intersect((b - begin, e - begin), (0, end - begin)) for b, e in in_intervals]
-            count = contributions(shifted, end - begin, acc.device)
-        out.append(finish(acc, count, scale, dtype))
-    return out
+    acc = accumulator_dtype(dtype)
+    sums = exchange([g.to(acc) for g in grads], out_intervals, in_intervals, out_dtype=acc)
+    counts: list[Tensor | None] = [None] * len(sums)
+    if op == "mean":
+        counts = [
+            contributions([(b - begin, e - begin) for b, e in in_intervals], end - begin, grads[0].device)
+            for begin, end in in_intervals
+        ]
+    return [finish(total, count, scale, dtype) for total, count in zip(sums, counts)]

@@ -46,7 +46,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.text import brief
+from ..core.checks import brief
 from ..core.words import Check, Placement, TransportName
 from ..transports import costs as cost_tables
 from .construction import construct

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ..core.text import brief
+from ..core.checks import brief
 from . import context_ops as ops
 from . import lockstep
 from .context_checks import AttentionOptions, check_shapes, hosted_tensors
