@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.numerics import accumulator_dtype
 from ..local.gradients import finish_gradient
-from ..local.registry import define
+from ..local.registry import define, differentiate
 from .arguments import NO_BATCHES
 from .terms import Reduce, Terms, flatten, pairs
 
@@ -255,11 +255,8 @@ def _local_adjoint(
     return _with_rows([spread[b:e].clone() for b, e in pairs(hosted)], rows)
 
 
-define(
-    f"exchange(Tensor[] shards, SymInt[] sources, SymInt[] sinks, SymInt[]? rows, {TAIL}) -> Tensor[]",
-    _exchange,
-    _exchange_fake,
-).differentiate(_setup, _backward)
+_SCHEMA = f"exchange(Tensor[] shards, SymInt[] sources, SymInt[] sinks, SymInt[]? rows, {TAIL}) -> Tensor[]"
+differentiate(define(_SCHEMA, _exchange, _exchange_fake), _setup, _backward)
 define(
     "coverage(Tensor like, SymInt[] intervals, SymInt size) -> Tensor",
     _coverage,

@@ -22,7 +22,7 @@ from ..core.numerics import accumulator_dtype
 from ..local import kernels
 from ..local.gradients import finish_gradient, select
 from ..local.ops import readable
-from ..local.registry import define
+from ..local.registry import define, differentiate
 from .autograd import TAIL, Exchange, groups, keep, refuse_recomputation, tail_of, terms_of
 from .autograd import exchange as registered_exchange
 from .executor import Executor
@@ -256,6 +256,5 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple:
     return _select(terms, whole, lengths, all_lengths), *[None] * 11
 
 
-define(
-    f"exchange_padded(Tensor x, Tensor lengths, SymInt[] sinks, {TAIL}) -> Tensor[]", _exchange_padded, _fake
-).differentiate(_setup, _backward)
+_SCHEMA = f"exchange_padded(Tensor x, Tensor lengths, SymInt[] sinks, {TAIL}) -> Tensor[]"
+differentiate(define(_SCHEMA, _exchange_padded, _fake), _setup, _backward)

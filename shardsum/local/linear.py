@@ -28,7 +28,7 @@ class LinearOperator:
     """``shardsum::<name>``; call it. Made by :func:`define`.
 
     Attributes:
-        registered, overload: the registered operator.
+        overload: the registered operator.
         implementation: what it runs.
         adjoint: the operator that maps a cotangent of the result to one of the first argument.
     """
@@ -36,8 +36,8 @@ class LinearOperator:
     adjoint: LinearOperator
     _arguments: Callable[[Any, list[Any]], list[Any]]
 
-    def __init__(self, registered: registry.Operator, implementation: Callable[..., Any]) -> None:
-        self.registered, self.overload, self.implementation = registered, registered.overload, implementation
+    def __init__(self, overload: Any, implementation: Callable[..., Any]) -> None:
+        self.overload, self.implementation = overload, implementation
         self.takes_list, self.returns_list = ("Tensor[]" in part for part in str(self.overload._schema).split("->"))
 
     def __call__(self, first: Any, *rest: Any) -> Any:
@@ -77,7 +77,7 @@ def link(operator: LinearOperator, adjoint: LinearOperator, arguments: Callable[
     def backward(ctx: Any, grad: Any) -> tuple:
         return _pull_back(ctx, grad), *[None] * len(ctx.own)
 
-    operator.registered.differentiate(setup, backward)
+    registry.differentiate(operator.overload, setup, backward)
 
 
 def _keep(ctx: Any, operator: LinearOperator, first: Any, rest: Sequence[Any]) -> None:

@@ -12,24 +12,8 @@ from ..native import loader as native
 _library = torch.library.Library("shardsum", "FRAGMENT")
 
 
-class Operator:
-    """``shardsum::<name>``, made by :func:`define`; ``overload`` calls it.
-
-    A registered autograd walks all arguments as trees at every call, in need of a gradient or not: eager code has an
-    autograd function of its own.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.overload = getattr(torch.ops.shardsum, name).default
-
-    def differentiate(self, setup: Callable[[Any, tuple, Any], None], backward: Callable[..., tuple]) -> None:
-        """Register the gradient: ``setup`` and ``backward`` as of :func:`torch.library.register_autograd`."""
-        torch.library.register_autograd(f"shardsum::{self._name}", backward, setup_context=setup, lib=_library)
-
-
-def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Operator:
-    """Register ``shardsum::<schema>`` with its implementation and fake."""
+def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register ``shardsum::<schema>`` with its implementation and fake; returns the operator."""
     name = schema.split("(")[0]
     _library.define(schema)
     _library.impl(name, implementation, "CompositeExplicitAutograd")
@@ -39,4 +23,10 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
         return fake(*args)
 
     torch.library.register_fake(f"shardsum::{name}", fake_and_load, lib=_library)
-    return Operator(name)
+    return getattr(torch.ops.shardsum, name).default
+
+
+def differentiate(operator: Any, setup: Callable[[Any, tuple, Any], None], backward: Callable[..., tuple]) -> None:
+    """Register a gradient: ``setup`` and ``backward`` as of :func:`torch.library.register_autograd`. That walks all
+    arguments as trees at every call, in need of a gradient or not: eager code has an autograd function of its own."""
+    torch.library.register_autograd(operator, backward, setup_context=setup, lib=_library)

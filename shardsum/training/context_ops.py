@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..group.autograd import Kept, keep, refuse_recomputation
-from ..local.registry import define
+from ..local.registry import define, differentiate
 from .context_kernels import backward, empty_results, forward
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def attend(
     """``(outs, lses)`` per hosted chunk, with autograd. Without ``lse`` no log-sum-exps are given out."""
     tensors = [*qs, *ks, *vs]
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        results = _operator.overload(tensors, batch.key, scale, lse)
+        results = _operator(tensors, batch.key, scale, lse)
         if torch.compiler.is_compiling() and batch.group.world_size > 1:
             results = [Kept.apply(x) for x in results]
     else:
@@ -279,7 +279,7 @@ def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple:
     *saved, key = ctx.saved_tensors
     cotangents = grads if ctx.lse else _parts(grads, 2)[0]
-    return _adjoint.overload(cotangents, saved, key, ctx.scale), None, None, None
+    return _adjoint(cotangents, saved, key, ctx.scale), None, None, None
 
 
-_operator.differentiate(_setup, _differentiate)
+differentiate(_operator, _setup, _differentiate)
