@@ -15,7 +15,7 @@ import torch
 from shardsum.native import builder, recipe
 
 FRONT_ENDS = ("80", "90")
-archs = recipe.DEFAULT_ARCHS if "--all" in sys.argv else FRONT_ENDS
+archs = ("80", "90", "100", "120") if "--all" in sys.argv else FRONT_ENDS
 made = dataclasses.replace(recipe.make_recipe(archs), front_ends=FRONT_ENDS)
 with tempfile.TemporaryDirectory() as folder:
     library = builder.compile_into(made, Path(folder), Path(folder))

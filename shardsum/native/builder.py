@@ -14,13 +14,19 @@ from ..core.log import log
 from .artifact import seal
 from .recipe import Recipe, archs_to_build, make_recipe
 
+#: Where a library that was built ahead of its first use is looked for.
+AHEAD_OF_TIME = Path(__file__).parents[1] / "_native.so"
 
-def build(output: Path, *, archs: tuple[str, ...] | None = None) -> Path:
+
+def build(output: Path | None = None, *, archs: tuple[str, ...] | None = None) -> Path:
     """Build into ``output``, replacing it in one step; a build that is killed leaves nothing beside it.
 
     Args:
-        output: the library's path.
-        archs: CUDA architectures, () for none; default :func:`shardsum.native.recipe.archs_to_build`.
+        output: the library's path; default :data:`AHEAD_OF_TIME`.
+        archs: CUDA architectures as ("80", "90"), () for none; default :func:`.recipe.archs_to_build`.
+
+    Returns:
+        The library's path.
 
     Raises:
         RuntimeError: no compiler, it failed, or it took longer than SHARDSUM_BUILD_TIMEOUT.
@@ -28,7 +34,7 @@ def build(output: Path, *, archs: tuple[str, ...] | None = None) -> Path:
     recipe = make_recipe(archs_to_build() if archs is None else archs)
     if archs and recipe.toolkit is None:
         raise RuntimeError(f"archs: {archs} asked for, but no CUDA toolkit with nvcc, headers and static runtime found")
-    output = output.resolve()
+    output = (output or AHEAD_OF_TIME).resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     for left_by_a_kill in output.parent.glob(f".{output.name}-*"):  # between the copy and the rename
         left_by_a_kill.unlink()
@@ -50,6 +56,8 @@ def compile_into(recipe: Recipe, folder: Path, destination: Path) -> Path:
     Raises:
         RuntimeError: a compiler failed (with the end of its output), or the time limit passed.
     """
+    import ninja
+
     cuda = f" and CUDA kernels for sm_{', sm_'.join(recipe.archs)}" if recipe.archs else ""
     log.warning(
         "shardsum builds its native library: CPU kernels%s, usually in about %d s, into %s",
@@ -57,7 +65,7 @@ def compile_into(recipe: Recipe, folder: Path, destination: Path) -> Path:
     )
     _write_ninja(recipe, folder)
     jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
-    returncode, output = _run([_ninja(), *jobs], folder)
+    returncode, output = _run([str(Path(ninja.BIN_DIR) / "ninja"), *jobs], folder)
     if returncode != 0:
         tail = "\n".join(output.splitlines()[-30:])
         raise RuntimeError(f"the native library cannot be built with {recipe.compiler}:\n{tail}")
@@ -112,18 +120,6 @@ def _run(command: list[str], folder: Path) -> tuple[int, str]:
             except subprocess.TimeoutExpired:
                 process.kill()
     return process.returncode, output
-
-
-def _ninja() -> str:
-    try:
-        import ninja
-
-        return str(Path(ninja.BIN_DIR) / "ninja")
-    except ImportError:
-        found = shutil.which("ninja")
-        if found is None:
-            raise RuntimeError("ninja is not installed (pip install ninja)") from None
-        return found
 
 
 def _write_ninja(recipe: Recipe, folder: Path) -> None:

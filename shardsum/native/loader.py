@@ -1,4 +1,4 @@
-"""Build, find and load the native library that implements the raw operators of :mod:`shardsum.local.kernels`.
+"""Find and load the native library that implements the raw operators of :mod:`shardsum.local.kernels`.
 
 Nothing happens at import. :func:`load` is called before the first operator and decides once per process:
 
@@ -6,10 +6,10 @@ Nothing happens at import. :func:`load` is called before the first operator and 
 * ``SHARDSUM_BACKEND=native``  loads it, or raises a RuntimeError that says why it cannot.
 * ``SHARDSUM_BACKEND=auto``    (default) loads it, or warns once and runs in plain torch.
 
-A library comes from one of two places. ``shardsum/_native.so``, built ahead of time (a wheel brings it; :func:`build`
-makes it), is taken when it is whole, was built from the sources that stand beside it and has kernels for this host's
-GPUs, whatever torch and Python are installed (it uses their stable ABIs only). Otherwise it is built at first use into
-a cache (:mod:`.cache`), under a name that is a hash of sources, flags, torch, compilers and architectures.
+A library comes from one of two places. ``shardsum/_native.so``, built ahead of time (a wheel brings it, or
+:func:`.builder.build`), is taken when it is whole, was built from the sources that stand beside it and has kernels for
+this host's GPUs, whatever torch and Python are installed (it uses their stable ABIs only). Otherwise it is built at
+first use into a cache (:mod:`.cache`), under a name that is a hash of sources, flags, torch, compilers, architectures.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from pathlib import Path
 import torch
 
 from ..core.log import log
+from . import builder
 from . import recipe as recipes
 from .artifact import read_record
-from .builder import build as build_library
 from .cache import cached_library
 
-_AHEAD_OF_TIME = Path(__file__).parents[1] / "_native.so"
 _lock = threading.Lock()
 _status: Status | None = None
 
@@ -71,20 +70,6 @@ def status() -> Status:
     load()
     assert _status is not None
     return _status
-
-
-def build(output: Path | None = None, *, archs: tuple[str, ...] | None = None) -> Path:
-    """Build the library ahead of time; returns its path.
-
-    Args:
-        output: default ``_native.so`` beside the package, where :func:`load` looks first.
-        archs: CUDA architectures as ("80", "90"), () for none; default: ``SHARDSUM_CUDA_ARCHS`` or those of this host's
-            GPUs where torch has CUDA and a CUDA toolkit is found, none elsewhere.
-
-    Raises:
-        RuntimeError: no compiler, or it failed.
-    """
-    return build_library(output or _AHEAD_OF_TIME, archs=archs)
 
 
 def limit_cpu_isa(name: str | None) -> str:
@@ -162,11 +147,11 @@ def _limit_cpu_isa(library: Path, name: str | None) -> str:
 def _find() -> tuple[Path, str]:
     """The library to load and where it is from."""
     note = ""
-    if _AHEAD_OF_TIME.exists():
-        stale = _stale_reason(_AHEAD_OF_TIME)
+    if (path := builder.AHEAD_OF_TIME).exists():
+        stale = _stale_reason(path)
         if stale is None:
-            return _AHEAD_OF_TIME, f"built ahead of time: {_AHEAD_OF_TIME}"
-        note = f" ({_AHEAD_OF_TIME} is ignored: {stale})"
+            return path, f"built ahead of time: {path}"
+        note = f" ({path} is ignored: {stale})"
     try:
         path = cached_library()
     except RuntimeError as error:

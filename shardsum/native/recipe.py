@@ -7,6 +7,8 @@ the runtime is static.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -18,10 +20,6 @@ from pathlib import Path
 
 import torch
 
-from .gpus import local_archs, runs_on
-
-#: What a library for machines that are not known holds; its PTX of the newest serves those to come.
-DEFAULT_ARCHS = ("80", "90", "100", "120")
 _TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 _CXX_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", _TARGET)
 _NVCC_FLAGS = (
@@ -84,6 +82,42 @@ def find_toolkit() -> Toolkit | None:
         if nvcc.exists() and (home / "include" / "cuda_runtime.h").exists() and libraries:
             return Toolkit(nvcc, libraries[0])
     return None
+
+
+@functools.cache
+def local_archs() -> tuple[str, ...]:
+    """The architectures of this host's GPUs, as nvcc names them: ("90",) with H200s, () without a GPU or a driver.
+
+    NVML says so: it does not start CUDA, after which a process could no longer be forked.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ()
+    if nvml.nvmlInit_v2() != 0:
+        return ()
+    try:
+        count = ctypes.c_uint()
+        found = set()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:
+            for index in range(count.value):
+                device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+                if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0 and (
+                    nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)) == 0
+                ):
+                    found.add(10 * major.value + minor.value)
+        return tuple(map(str, sorted(found)))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def runs_on(built: tuple[str, ...], arch: str) -> bool:
+    """Whether a library with machine code for ``built``, and PTX of the newest of them, has kernels for ``arch``.
+
+    Machine code runs on later GPUs of the same major version; PTX on every later GPU.
+    """
+    here, archs = int(arch), [int(a) for a in built]
+    return bool(archs) and (max(archs) <= here or any(a // 10 == here // 10 and a <= here for a in archs))
 
 
 def archs_to_build() -> tuple[str, ...]:

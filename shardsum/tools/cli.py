@@ -171,11 +171,11 @@ def _compare(values: dict[str, Any]) -> int:
 
 
 def _build(values: dict[str, Any]) -> int:
-    from ..native import loader as native
+    from ..native import builder
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that compilers and their folder go, too
     try:
-        print(native.build())
+        print(builder.build())
     except RuntimeError as error:  # no compiler, or what it says
         print(f"shardsum: {error}", file=sys.stderr)
         return 1

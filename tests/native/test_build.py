@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardsum.native import builder, gpus, loader, recipe
+from shardsum.native import builder, recipe
 from shardsum.native.artifact import read_record
 from tests.native.children import Child, run
 from tests.native.tiny import (
@@ -58,7 +58,7 @@ def test_architectures_are_those_of_this_host_unless_the_environment_names_them(
     ],
 )
 def test_a_library_runs_on_later_gpus(built, arch, expected):
-    assert gpus.runs_on(built, arch) == expected
+    assert recipe.runs_on(built, arch) == expected
 
 
 def test_an_older_nvcc_compiles_for_the_newest_gpu_it_knows(monkeypatch):
@@ -144,7 +144,7 @@ def test_a_signal_while_a_build_starts_leaves_no_process(tmp_path, monkeypatch):
 def build_by_command(output: str) -> None:
     from shardsum.tools import cli
 
-    loader._AHEAD_OF_TIME = Path(output)
+    builder.AHEAD_OF_TIME = Path(output)
     recipe.source_folder = lambda: Path(os.environ["SOURCES"])
     cli.main(["build"])
 

@@ -13,6 +13,7 @@ import torch
 
 import shardsum
 from shardsum.core import reference
+from shardsum.native import builder
 from shardsum.native import loader as native
 from shardsum.native.artifact import read_record, seal
 from tests.native.children import run
@@ -30,7 +31,7 @@ def listen() -> list[str]:
 def load_and_sum(ahead_of_time: str | None = None) -> dict[str, Any]:
     """Load twice, sum once; what happened."""
     if ahead_of_time:
-        native._AHEAD_OF_TIME = Path(ahead_of_time)
+        builder.AHEAD_OF_TIME = Path(ahead_of_time)
     error = None
     said = listen()
     try:
@@ -53,7 +54,7 @@ def load_and_sum(ahead_of_time: str | None = None) -> dict[str, Any]:
 
 def sum_first(ahead_of_time: str) -> dict[str, Any]:
     """A sum, before anything else; a module that was made where nothing is loaded."""
-    native._AHEAD_OF_TIME = Path(ahead_of_time)
+    builder.AHEAD_OF_TIME = Path(ahead_of_time)
     x, module = torch.ones(4, 3), shardsum.MaskedSum.from_lengths([3, 0, 1, 2], 3)
     before = native._status
     assert module(x).tolist() == [3, 2, 1] and shardsum.ragged_sum(list(x), out=torch.empty(3)).tolist() == [4] * 3
