@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from ...core import bits
 from ...training.shard_group import ShardGroup
 from ..launcher import gather_texts, launched, on_all
-from . import checkpoint, state
+from . import checkpoint
 from .checkpoint import Checkpoint
 from .config import RunConfig, TrainConfig, to_yaml
 from .data import Batch
-from .environment import make_deterministic
 from .interrupt import anywhere, interruptible
 from .metrics import METRICS, Reporter
 from .model import ByteTransformer
 from .plots import draw_run
-from .start import choose_folder, open_folder, starting_point
+from .start import choose_folder, make_deterministic, open_folder, starting_point
+from .state import expected_state, load_state, state_of
 from .step import Step
 from .trace import HASHES, Trace
 
@@ -73,7 +73,7 @@ class Run:
         self.optimizer = _optimizer(self.model, self.settings)
         self.losses: list[float] = []
         self.loss_per_position = torch.zeros(self.settings.document_length, 2, device=group.device)
-        state.seed_generators(group, self.settings.seed)
+        group.generators.manual_seed(self.settings.seed)
         if found is not None:
             self._resume(found)
         bf16 = self.settings.precision == "bf16"
@@ -109,11 +109,9 @@ class Run:
             self.folder.release()
 
     def _resume(self, found: Checkpoint) -> None:
-        checkpoint.check_tensors(
-            found, state.expected_state(self.model, self.group, found.steps, self.loss_per_position)
-        )
-        state.load_model_state(self.model, self.optimizer, found.tensors)
-        state.load_generator_state(self.group, found.tensors)
+        expected = expected_state(self.model, self.group, found.steps, self.loss_per_position)
+        checkpoint.check_tensors(found, expected)
+        load_state(self.model, self.optimizer, self.group, found.tensors)
         self.losses = found.tensors["losses"].tolist()
         self.loss_per_position.copy_(found.tensors["loss_per_position"])
 
@@ -152,7 +150,7 @@ class Run:
 
     def _save(self) -> None:
         """Collective; an error of the file system is the same on all processes, and the checkpoint before is kept."""
-        tensors = state.model_state(self.model, self.optimizer) | state.generator_state(self.group)
+        tensors = state_of(self.model, self.optimizer, self.group)
         tensors |= {"losses": torch.tensor(self.losses), "loss_per_position": self.loss_per_position}
 
         def write() -> None:

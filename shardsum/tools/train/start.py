@@ -1,11 +1,14 @@
-"""Where a run starts: its folder, and nothing or a checkpoint; the same on every process."""
+"""Where a run starts: settings of the process, its folder, and nothing or a checkpoint; the same on every process."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
+
+import torch
 
 from ...training.shard_group import ShardGroup
 from ..launcher import gather_texts, launch_name, on_all, under_launcher
@@ -14,6 +17,25 @@ from .checkpoint import Checkpoint
 from .config import RunConfig
 from .data import Corpus
 from .folder import RunFolder, new_folder
+
+_WORKSPACE = ":4096:8"  # one of the two cuBLAS workspaces with which its results are deterministic
+
+
+def make_deterministic(config: RunConfig) -> None:
+    """Fix everything outside the arithmetic that a result could depend on (docs/training.md says why each). Call it
+    before anything computes.
+
+    Raises:
+        ValueError: CUBLAS_WORKSPACE_CONFIG already asks for another workspace.
+    """
+    torch.set_num_threads(config.train.threads)
+    torch.use_deterministic_algorithms(True)
+    if config.device == "cuda":
+        given = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _WORKSPACE)
+        if given != _WORKSPACE:
+            raise ValueError(f"CUBLAS_WORKSPACE_CONFIG: expected {_WORKSPACE} or unset, got {given!r}")
+        torch.set_float32_matmul_precision("highest")  # no TF32
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def choose_folder(group: ShardGroup, config: RunConfig) -> Path | None:
