@@ -31,7 +31,7 @@ def balanced_lengths(
 
     Args:
         owners: the process of every virtual rank.
-        cu_seqlens, causal, window: see :func:`shardsum.training.documents.plan_chunks`.
+        cu_seqlens, causal, window: see :meth:`shardsum.ShardGroup.context_parallel`.
         position_cost: what a position costs beside attention, in query-key pairs (0: attention alone is evened out).
 
     Raises:

@@ -179,7 +179,7 @@ class SequencePlan:
         self.size = sum(self.lengths)
         self.cu_seqlens = check_borders(cu_seqlens, self.size)
         self.window = effective_window(window, causal)
-        self.plans = plan_chunks(self.lengths, self.cu_seqlens, causal=causal, window=self.window)
+        self.plans = plan_chunks(self.lengths, self.cu_seqlens, self.window)
         self.owned, self.needed = [p.chunk for p in self.plans], [p.keys for p in self.plans]
         self.chunks = [Chunk(plan, self.window) for plan, owner in zip(self.plans, owners) if owner == rank]
         self.hosted = [chunk.plan.chunk for chunk in self.chunks]

@@ -82,7 +82,10 @@ def check_borders(cu_seqlens: Sequence[int] | Tensor | None, total: int | None) 
         cu_seqlens = cu_seqlens.tolist()
     if cu_seqlens is None and total is None:
         raise ValueError("cu_seqlens: required where lengths are not given")
-    borders = [0, total or 0] if cu_seqlens is None else _as_ints("cu_seqlens", cu_seqlens)
+    try:
+        borders = [0, total or 0] if cu_seqlens is None else list(map(as_index, cu_seqlens))
+    except TypeError:
+        raise ValueError(f"cu_seqlens: expected integers, got {cu_seqlens!r}") from None
     if not borders or borders[0] != 0:
         raise ValueError(f"cu_seqlens: the first border must be 0, got {borders[:1]}")
     for i, (a, b) in enumerate(pairwise(borders)):
@@ -93,35 +96,19 @@ def check_borders(cu_seqlens: Sequence[int] | Tensor | None, total: int | None) 
     return borders
 
 
-def plan_chunks(
-    lengths: Sequence[int],
-    cu_seqlens: Sequence[int] | Tensor | None = None,
-    *,
-    causal: bool = True,
-    window: Sequence[int] | None = None,
-) -> list[ChunkPlan]:
+def plan_chunks(lengths: Sequence[int], borders: Sequence[int], window: Window = CAUSAL) -> list[ChunkPlan]:
     """One plan per virtual rank.
 
     Args:
         lengths: R chunk lengths; 0 is allowed.
-        cu_seqlens: see :func:`check_borders`.
-        causal: a query sees keys up to its own position only.
-        window: ``(left, right)``: a query sees no keys farther away than that.
-
-    Raises:
-        ValueError: a length that is no int or negative, or bad borders or a bad window.
+        borders: of :func:`check_borders`.
+        window: of :func:`effective_window`.
 
     Example:
         >>> [(p.keys, p.segments) for p in plan_chunks([4, 3, 2], [0, 5, 9])]
         [((0, 4), ((4, 4),)), ((0, 7), ((1, 5), (2, 2))), ((5, 9), ((2, 4),))]
     """
-    lengths = _as_ints("lengths", lengths)
-    for r, n in enumerate(lengths):
-        if n < 0:
-            raise ValueError(f"lengths: virtual rank {r} has the negative length {n}")
-    borders = check_borders(cu_seqlens, sum(lengths))
-    sides = effective_window(window, causal)
-    return [_plan_chunk(chunk, borders, sides) for chunk in intervals_of(lengths)]
+    return [_plan_chunk(chunk, borders, window) for chunk in intervals_of(lengths)]
 
 
 def documents_of(borders: Sequence[int], begin: int, end: int) -> tuple[Tensor, Tensor]:
@@ -164,14 +151,7 @@ def cu_seqlens_from_position_ids(position_ids: Tensor) -> list[int]:
     return [*(flat == 0).nonzero().flatten().tolist(), flat.numel()]
 
 
-def _as_ints(name: str, values: Sequence[int]) -> list[int]:
-    try:
-        return [as_index(value) for value in values]
-    except TypeError as error:
-        raise ValueError(f"{name}: expected integers, got {values!r}") from error
-
-
-def _plan_chunk(chunk: Interval, borders: list[int], window: Window) -> ChunkPlan:
+def _plan_chunk(chunk: Interval, borders: Sequence[int], window: Window) -> ChunkPlan:
     begin, end = chunk
     if begin == end:
         return ChunkPlan(chunk, chunk, ())

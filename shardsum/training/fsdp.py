@@ -21,7 +21,7 @@ Micro-batches (``set_requires_gradient_sync(False)``) are added by FSDP in its r
 """
 
 # No postponed annotations: torch looks at those of collectives.
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..core.numerics import check_op
 from . import block_wire
-from .fsdp_modules import ModuleReduction, ReplicatedReduction, UnshardedReduction, own_parameters
+from .fsdp_modules import ModuleReduction, ReplicatedReduction, UnshardedReduction, allocate, own_parameters
 from .shard_group import ShardGroup
 
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32)
@@ -96,11 +96,11 @@ class FSDPReduceScatter:
             alone = [p.device_mesh.get_group(0) for p in placed.values() if p.device_mesh.size(0) == 1]
             if replicated:
                 over = self._over_replicas(replicated[0], placed[replicated[0]].device_mesh)
-                reductions[name] = ReplicatedReduction(partial(self.reduce, over=over), name, parameters)
+                reductions[name] = ReplicatedReduction(partial(self, over=over), name, parameters)
             elif alone:
-                reductions[name] = UnshardedReduction(self.reduce, name, parameters, alone[0])
+                reductions[name] = UnshardedReduction(self, name, parameters, group=alone[0])
             else:
-                reductions[name] = ModuleReduction(self.reduce, name, parameters)
+                reductions[name] = ModuleReduction(self, name, parameters)
         for name, module in found.items():
             reductions[name].install(module)
 
@@ -124,9 +124,7 @@ class FSDPReduceScatter:
             )
         return over
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffers that FSDP fills and reads: plain tensors."""
-        return torch.empty(*size, dtype=dtype, device=device)
+    allocate = staticmethod(allocate)
 
     def __call__(
         self,
@@ -135,27 +133,20 @@ class FSDPReduceScatter:
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
+        label: str | None = None,
+        over: dist.ProcessGroup | None = None,
     ) -> None:
         """``output_tensor (n,)`` = part ``rank`` of the sum of every process's ``input_tensor (world_size * n,)``.
 
         The work is enqueued on the current stream (FSDP makes that its reduce-scatter stream).
 
+        Args:
+            label: calls with different ones never meet.
+            over: in place of the object's.
+
         Raises:
             ValueError: ``op`` is not SUM, or ``async_op`` is set.
         """
-        self.reduce(output_tensor, input_tensor, group, op, async_op, None)
-
-    def reduce(
-        self,
-        out: Tensor,
-        gradients: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool,
-        label: str | None,
-        over: dist.ProcessGroup | None = None,
-    ) -> None:
-        """A call; those with different labels never meet. ``over``: in place of the object's."""
         if op != dist.ReduceOp.SUM:
             raise ValueError(
                 f"FSDPReduceScatter adds and does not average, but FSDP asks for {_op_name(op)}: call install(model), "
@@ -165,7 +156,9 @@ class FSDPReduceScatter:
         if async_op:
             raise ValueError("async_op: FSDPReduceScatter enqueues its work on the current stream; pass False")
         blocks = self.wire_dtype == block_wire.DTYPE
-        rows = gradients if self.wire_dtype is None or blocks else gradients.to(self.wire_dtype)
+        rows, out = input_tensor, output_tensor
+        if self.wire_dtype is not None and not blocks:
+            rows = rows.to(self.wire_dtype)
         # A sum of narrow values has no float64 result.
         dtype = out.dtype if out.dtype in _SUMMED or self.wire_dtype is None else torch.float32
         over = self.over if over is None else over

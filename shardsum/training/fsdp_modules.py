@@ -13,6 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
+def allocate(size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The buffers that FSDP fills and reads: plain tensors."""
+    return torch.empty(*size, dtype=dtype, device=device)
+
+
 class ModuleReduction:
     """Of a module that is sharded over several processes, and not replicated by torch.
 
@@ -31,8 +36,7 @@ class ModuleReduction:
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_reduce_scatter(self)
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+    allocate = staticmethod(allocate)
 
     def __call__(
         self,
@@ -54,6 +58,10 @@ class ModuleReduction:
                 "model.set_reduce_scatter_unused_params(True) where torch has it covers parameters of a module that "
                 "all processes run; else add 0 * module(...).sum() to the loss of those that do not need it"
             ) from error
+        self._reduced(output_tensor)
+
+    def _reduced(self, output: Tensor) -> None:
+        """What comes after a sum."""
 
 
 class ReplicatedReduction(ModuleReduction):
@@ -72,19 +80,11 @@ class ReplicatedReduction(ModuleReduction):
         super().install(module)
         module.set_all_reduce_hook(self._replace)
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        super().__call__(output_tensor, input_tensor, group, op, async_op)
+    def _reduced(self, output: Tensor) -> None:
         if self._total is None or self._first is None or self._first() is None:
-            self._total, self._first = output_tensor.clone(), weakref.ref(output_tensor)
+            self._total, self._first = output.clone(), weakref.ref(output)
         else:
-            self._total += output_tensor
+            self._total += output
 
     def _replace(self, reduced: Tensor) -> None:
         """FSDP's all-reduce hook."""
@@ -102,14 +102,8 @@ class UnshardedReduction(ModuleReduction):
         group: that process.
     """
 
-    def __init__(
-        self,
-        reduce: Callable[..., None],
-        name: str,
-        parameters: dict[str, nn.Parameter],
-        group: dist.ProcessGroup,
-    ) -> None:
-        super().__init__(reduce, name, parameters)
+    def __init__(self, *of_module: Any, group: dist.ProcessGroup) -> None:
+        super().__init__(*of_module)
         self._group = group
 
     def install(self, module: Any) -> None:
@@ -122,10 +116,6 @@ class UnshardedReduction(ModuleReduction):
 
 def own_parameters(model: nn.Module, name: str, modules: dict[str, Any]) -> dict[str, nn.Parameter]:
     """The parameters of an FSDP module that no FSDP module inside it has, by their names in the model."""
-    inner = [f"{other}." for other in modules if other != name and other.startswith(f"{name}." if name else "")]
     prefix = f"{name}." if name else ""
-    return {
-        n: p
-        for n, p in model.named_parameters()
-        if n.startswith(prefix) and not any(n.startswith(other) for other in inner)
-    }
+    inner = tuple(f"{other}." for other in modules if other != name and other.startswith(prefix))
+    return {n: p for n, p in model.named_parameters() if n.startswith(prefix) and not n.startswith(inner)}

@@ -92,7 +92,12 @@ class HookState:
         return cls(group, wire_dtype, scale=None)
 
     def __post_init__(self) -> None:
-        _check_one_rank_per_process(self.group)
+        ranks, processes = self.group.num_virtual_ranks, self.group.world_size
+        if ranks != processes:
+            raise ValueError(
+                f"group: {ranks} virtual ranks on {processes} processes; a gradient hook needs one for each process "
+                "(ShardGroup(group=...) without num_virtual_ranks)"
+            )
         check_op("sum", self.scale, torch.float32)
         check_wire_dtype(self.wire_dtype)
 
@@ -171,11 +176,3 @@ def ddp_comm_hook(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
         future = Future(devices=[buffer.device])
         future.set_result(state.reduce(bucket))  # records an event on this stream; DDP waits for it
     return future
-
-
-def _check_one_rank_per_process(group: ShardGroup) -> None:
-    if group.num_virtual_ranks != group.world_size:
-        raise ValueError(
-            f"group: {group.num_virtual_ranks} virtual ranks on {group.world_size} processes; a gradient hook needs "
-            "one for each process (ShardGroup(group=...) without num_virtual_ranks)"
-        )

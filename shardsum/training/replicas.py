@@ -4,8 +4,7 @@ A process that hosts several virtual ranks runs each of them through its own *re
 aliases (own ``nn.Parameter`` and own ``.grad``, the module's storage), buffers are copies. So the optimizer's step on
 the module is seen by every replica, and each virtual rank's gradient stays separate until all R are added in rank
 order (:mod:`shardsum.training.gradients`). Gradients of float16 and bfloat16 parameters are float32 in the replicas, so
-that those of several backward passes (micro-batches) add up without rounding to 8 bits each time. This module stands
-below :mod:`shardsum.group.group`, whose methods call it; it uses a group's collectives only.
+that those of several backward passes (micro-batches) add up without rounding to 8 bits each time.
 """
 
 from __future__ import annotations
@@ -32,11 +31,16 @@ class Replicas(Sequence[M]):
     """One module per hosted virtual rank, in increasing virtual-rank order; made by ``group.replicas(module)``.
 
     They are deep copies. A function that the module holds and that closes over it (a lambda, not a method) is not
-    copied: it goes on using the module, and the gradients of what it uses are lost.
+    copied: it goes on using the module, and the gradients of what it uses are lost. A CollectiveGroup that the module
+    holds is shared. Not collective.
 
     Attributes:
         module: the module whose parameters are shared. Give its parameters to the optimizer.
         virtual_ranks: the hosted virtual ranks.
+
+    Raises:
+        ValueError: names a parameter that cannot be aliased (lazy, DTensor), has no sum (complex), or lives on another
+            kind of device than the group (a lone process takes any).
 
     Example:
         >>> replicas = group.replicas(model)
@@ -46,11 +50,14 @@ class Replicas(Sequence[M]):
         >>> optimizer.step()
     """
 
-    def __init__(self, module: M, virtual_ranks: Sequence[int]) -> None:
+    def __init__(self, group: CollectiveGroup, module: M) -> None:
         self.module = module
-        self.virtual_ranks = tuple(virtual_ranks)
+        self.virtual_ranks = tuple(group.virtual_ranks)
         self._parameters = dict(module.named_parameters())
         for name, parameter in self._parameters.items():
+            if group.world_size > 1 and parameter.device.type != group.device.type:
+                where = f"on {parameter.device}, but the group works on {group.device}"
+                raise ValueError(f"replicas: parameter {name} is {where}")
             _check_parameter(name, parameter)
         self._plans: dict[Any, Plan] = {}
         #: How many backward passes a float16 or bfloat16 parameter's gradient of a hosted virtual rank is the sum of.
@@ -183,29 +190,8 @@ def _check_same(recorded: dict[str, nn.Parameter], found: dict[str, nn.Parameter
 
 
 def _identity(parameter: nn.Parameter) -> tuple[object, ...]:
-    return (
-        parameter.data_ptr(),
-        parameter.dtype,
-        parameter.device,
-        parameter.shape,
-        parameter.stride(),
-    )
+    return parameter.data_ptr(), parameter.dtype, parameter.device, parameter.shape, parameter.stride()
 
 
 def _describe(parameter: nn.Parameter) -> str:
     return f"{parameter.dtype} {tuple(parameter.shape)} on {parameter.device} at {parameter.data_ptr():#x}"
-
-
-def make_replicas(group: CollectiveGroup, module: M) -> Replicas[M]:
-    """What ``group.replicas(module)`` returns. Not collective. A CollectiveGroup that the module holds is shared.
-
-    Raises:
-        ValueError: names a parameter that cannot be aliased (lazy, DTensor), has no sum (complex), or lives on another
-            kind of device than the group (a lone process takes any).
-    """
-    for name, parameter in module.named_parameters():
-        if group.world_size > 1 and parameter.device.type != group.device.type:
-            raise ValueError(
-                f"replicas: parameter {name} is on {parameter.device}, but the group works on {group.device}"
-            )
-    return Replicas(module, group.virtual_ranks)

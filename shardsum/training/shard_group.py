@@ -17,7 +17,7 @@ from .context_balance import POSITION_COST, balanced_lengths
 from .context_plan import SequencePlan
 from .generators import RankGenerators
 from .gradients import reduce_gradients
-from .replicas import M, Replicas, make_replicas
+from .replicas import M, Replicas
 
 
 class ShardGroup(CollectiveGroup):
@@ -112,8 +112,8 @@ class ShardGroup(CollectiveGroup):
 
     def replicas(self, module: M) -> Replicas[M]:
         """Per hosted virtual rank, ``module`` with parameters of its own gradient and shared storage
-        (:func:`shardsum.training.replicas.make_replicas`)."""
-        return make_replicas(self, module)
+        (:class:`shardsum.training.replicas.Replicas`)."""
+        return Replicas(self, module)
 
     def reduce_gradients(self, replicas: Replicas[M], *, scale: float | None = None, accumulate: bool = False) -> None:
         """Sum the replicas' gradients over all virtual ranks in rank order into the module's parameters, or add that

@@ -28,8 +28,7 @@ def most_work(
 ) -> float:
     """That of the busiest process over the mean."""
     totals = [0.0] * (max(owners) + 1)
-    options = {"causal": window[1] == 0, "window": window}
-    for owner, plan in zip(owners, plan_chunks(lengths, borders, **options)):
+    for owner, plan in zip(owners, plan_chunks(lengths, borders, window)):
         totals[owner] += plan.pairs(window) + position_cost * (plan.chunk[1] - plan.chunk[0])
     return max(totals) / fmean(totals)
 

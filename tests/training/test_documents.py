@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardsum import ShardGroup
 from shardsum.training.documents import cu_seqlens_from_position_ids, documents_of, effective_window, plan_chunks
 
 
@@ -36,7 +37,7 @@ def test_segments_are_exactly_the_visible_keys(
         return document[i] == document[j] and near
 
     begin = 0
-    for plan, n in zip(plan_chunks(lengths, borders, causal=causal, window=window), lengths):
+    for plan, n in zip(plan_chunks(lengths, borders, (left, right)), lengths):
         assert plan.chunk == (begin, begin + n)
         query, key, pairs = begin, plan.keys[0], 0
         for num_queries, num_keys in plan.segments:
@@ -74,11 +75,11 @@ def test_borders_from_position_ids() -> None:
 @pytest.mark.parametrize("window", [3, (1, 2, 3), (-2, 0), (1.5, 0), "ab"])
 def test_bad_windows(window: Any) -> None:
     with pytest.raises(ValueError, match="window: "):
-        plan_chunks([4], window=window)
+        effective_window(window, causal=True)
 
 
 def test_one_causal_sequence() -> None:
-    plans = plan_chunks([3, 0, 2, 4])
+    plans = plan_chunks([3, 0, 2, 4], [0, 9])
     assert [p.keys for p in plans] == [(0, 3), (3, 3), (0, 5), (0, 9)]
     assert [p.segments for p in plans] == [((3, 3),), (), ((2, 5),), ((4, 9),)]
 
@@ -97,7 +98,7 @@ def test_one_causal_sequence() -> None:
 )
 def test_errors(lengths: list[int], borders: list[int] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        plan_chunks(lengths, borders)
+        ShardGroup(2).context_parallel(lengths, borders)
 
 
 def test_a_window_beyond_any_document_is_none() -> None:

@@ -72,8 +72,10 @@ def _draw_positions(axes: Axes, loss_per_position: np.ndarray) -> None:
 def _draw_intervals(axes: Axes, batch: Batch, owners: tuple[int, ...]) -> None:
     """A row per virtual rank: the colour is its process, solid what it holds, pale what else it needs."""
     packed = batch.cu_seqlens is not None
-    held = intervals_of(batch.lengths) if packed else [(0, n) for n in batch.lengths]
-    wanted = [plan.keys for plan in plan_chunks(batch.lengths, batch.cu_seqlens)] if packed else held
+    held = wanted = [(0, n) for n in batch.lengths]
+    if batch.cu_seqlens is not None:
+        held = intervals_of(batch.lengths)
+        wanted = [plan.keys for plan in plan_chunks(batch.lengths, batch.cu_seqlens)]
     colours = distinct_colours(max(owners) + 1)
     for v, ((begin, end), (first, last)) in enumerate(zip(held, wanted)):
         colour = colours[owners[v]]
