@@ -31,7 +31,8 @@ from shardsum.tools.bench.jobs import Bench, Variant
 from shardsum.tools.bench.timing import Processes
 from shardsum.tools.launcher import launched
 from shardsum.transports.peer.operators import peer_call
-from shardsum.transports.peer.transport import PeerTransport, Tuning
+from shardsum.transports.peer.transport import PeerTransport
+from shardsum.transports.peer.tuning import Tuning
 
 SIZES = [1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 

@@ -13,6 +13,7 @@
 // all zero at set-up but the inboxes, and a private PeerControl. A call moves the flat elements [chunk_begin,
 // chunk_end) of a range of size * width; see docs/engineering/peer.md for the protocol.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 #include "../row_table.h"
@@ -148,8 +149,14 @@ struct alignas(16) PeerCall {
   int64_t* headers[kPeerHeaders];
 };
 
-// One launch on `stream` of the current device. Returns a cudaError_t as int.
+// One launch on `stream` of the current device, by the kernel that its way takes. Returns a cudaError_t as int, as all
+// of these. warp_spaces: bytes of shared memory for all warps of a block (sum.cuh).
 int peer_launch(PeerCall& call, void* stream);
+int peer_one_shot_launch(const PeerCall& call, size_t warp_spaces, void* stream);  // one_shot.cu
+int peer_fold_launch(const PeerCall& call, size_t warp_spaces, void* stream);      // fold.cu
+int peer_two_shot_launch(const PeerCall& call, size_t warp_spaces, void* stream);  // two_shot.cu
+int peer_push_launch(const PeerCall& call, void* stream);    // push.cu: the chunk fits the inboxes
+int peer_stream_launch(const PeerCall& call, void* stream);  // stream.cu: likewise
 
 // Host memory of one group: what orders its calls.
 struct PeerHost {

@@ -4,7 +4,6 @@
 
 #include <atomic>
 
-#include "launch.h"
 #include "sum.cuh"
 
 namespace shardsum {

@@ -2,7 +2,6 @@
 // the result is written once, rounded or, in the accumulator's dtype, to be carried on.
 #include <cuda_runtime.h>
 
-#include "launch.h"
 #include "one_shot.cuh"
 
 namespace shardsum {

@@ -1,7 +1,6 @@
 // A sum that starts at +0.0, or a movement, in one round.
 #include <cuda_runtime.h>
 
-#include "launch.h"
 #include "one_shot.cuh"
 
 namespace shardsum {

@@ -3,7 +3,6 @@
 // settled: every process releases that it has begun it, and ends it when all have (docs/engineering/peer.md).
 #include <cuda_runtime.h>
 
-#include "launch.h"
 #include "words.cuh"
 
 namespace shardsum {

@@ -3,7 +3,6 @@
 // fences inside the stream of data, and no warp waits for another of its own process.
 #include <cuda_runtime.h>
 
-#include "launch.h"
 #include "words.cuh"
 
 namespace shardsum {

@@ -3,7 +3,6 @@
 // its own memory. Protocol: docs/engineering/peer.md.
 #include <cuda_runtime.h>
 
-#include "launch.h"
 #include "parts.cuh"
 #include "write.cuh"
 

@@ -23,7 +23,8 @@ from ..local.ops import readable
 from ..native import loader as native
 from ..transports import Rows, Stamp, Wire, carry, carry_peers, share
 from ..transports.peer.operators import MAX_ROW_DIMS
-from ..transports.peer.transport import PeerTransport, PreparedCall
+from ..transports.peer.prepared import PreparedCall
+from ..transports.peer.transport import PeerTransport
 from ..transports.peer.workspace import number_of
 from .handle import Job
 from .prepared import Prepared
@@ -207,7 +208,9 @@ class OverPeers(Prepared):
         call, bounds = self._launch if not self._is_empty else (None, [])
         if call is None or self._converts or len(self._terms.row_shape) > MAX_ROW_DIMS:
             return None
-        return call.bind(bounds, self._terms.row_shape, self._executor.state), call.single
+        return call.bind(bounds, self._terms.row_shape, self._executor.state), len(bounds) == 2 and len(
+            self.shapes
+        ) == 1
 
 
 class Carried(Prepared):

@@ -21,7 +21,8 @@ from ..core.layout import ExchangePlan, Interval, intersect, length
 from ..core.numerics import NATIVE_DTYPES, Reduce, accumulator_dtype
 from .carry_plan import CarryPlan
 from .peer.layout import MAX_HOSTED
-from .peer.transport import PeerTransport, PreparedCall
+from .peer.prepared import PreparedCall
+from .peer.transport import PeerTransport
 
 
 class Launch(NamedTuple):

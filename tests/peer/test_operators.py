@@ -46,7 +46,7 @@ def prepared(num_rows: int = 1) -> PreparedCall:
     shape = shapes.choose_shape(message, layout)
     codes = operators.DTYPE_CODES[torch.float32], operators.DTYPE_CODES[torch.bfloat16]
     words = plan_words(plan, message, shape, layout, Addresses((0, 0), 0, 0, 0), 0, codes)
-    return PreparedCall(owner, shape, words, num_rows == 1, (torch.float32, torch.bfloat16))
+    return PreparedCall(owner, shape, words, (torch.float32, torch.bfloat16))
 
 
 def tensors() -> tuple[Tensor, Tensor]:

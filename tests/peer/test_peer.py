@@ -38,7 +38,7 @@ from shardsum.transports.peer.layout import (
     default_staging,
     round_up,
 )
-from shardsum.transports.peer.memory import available, unreachable
+from shardsum.transports.peer.memory import available, gather_objects, unreachable
 from shardsum.transports.peer.shapes import Message, TileMap
 from shardsum.transports.peer.transport import PeerTransport
 from shardsum.transports.peer.tuning import Tuning
@@ -361,7 +361,7 @@ def test_who_cannot_be_reached() -> None:
 
 
 def _available(rank: int, world_size: int) -> Any:
-    return available(dist.group.WORLD, torch.device("cpu"))
+    return available(dist.group.WORLD, torch.device("cpu"), gather_objects(dist.group.WORLD))
 
 
 def test_on_the_cpu_every_process_hears_the_same_reason() -> None:
@@ -482,7 +482,7 @@ def _random_calls(rank: int, world_size: int, num_ranks: int, placement: Any, ca
     tests = RandomCalls(t, num_ranks)
     for _ in range(calls):
         tests.run()
-    launches = t.set_up().launches
+    launches = int(t.set_up()._control[0])
     t.close()
     return launches
 

@@ -41,16 +41,17 @@ def shares_gpus() -> bool:
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
-def available(group: Group, device: torch.device, gather: Gather | None = None) -> str | None:
+def available(group: Group, device: torch.device, gather: Gather) -> str | None:
     """Why the processes of ``group`` cannot read each other's memory from a kernel, or None; the same on all."""
-    gather = gather or gather_objects(group)
     places = gather(_place(device))
     for process, place in enumerate(places):
         if isinstance(place, str):
             return f"process {process}: {place}"
     if len(places) < 2:
         return "one process has no peers"
-    verdicts = gather(unreachable(places[place_in(group)[0]], places, _visible(), shares_gpus(), _can_access))
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    mine, reads = places[place_in(group)[0]], torch.cuda.can_device_access_peer
+    verdicts = gather(unreachable(mine, places, visible, shares_gpus(), reads))
     return next((f"process {process}: {verdict}" for process, verdict in enumerate(verdicts) if verdict), None)
 
 
@@ -65,14 +66,6 @@ def _place(device: torch.device) -> list[str] | str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     return [platform.node(), boot.read_text().strip() if boot.exists() else "", gpu]
-
-
-def _visible() -> dict[str, int]:
-    return {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-
-
-def _can_access(a: int, b: int) -> bool:
-    return torch.cuda.can_device_access_peer(a, b)
 
 
 def unreachable(

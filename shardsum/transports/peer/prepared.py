@@ -35,7 +35,6 @@ class PreparedCall:
 
     Attributes:
         shape: how it is launched.
-        single: whether this process has one source and one sink.
     """
 
     def __init__(
@@ -43,10 +42,9 @@ class PreparedCall:
         owner: PeerTransport,
         shape: Shape,
         words: list[int],
-        single: bool,
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> None:
-        self._owner, self.shape, self.single, self._dtypes = owner, shape, single, dtypes
+        self._owner, self.shape, self._dtypes = owner, shape, dtypes
         self._plan = torch.tensor(words, dtype=torch.int64, device="cpu")
 
     def __call__(
@@ -84,9 +82,8 @@ class PreparedCall:
             raise
 
     def bind(self, bounds: Sequence[int], row_shape: Sequence[int], state: Tensor | None = None) -> Tensor:
-        """The plan tensor of ``peer_call_new.list(shards, plan)``, and for one source and one sink on this process
-        (:attr:`single`) of ``peer_call(out, shard, plan)`` and ``peer_call_new(shard, plan)``: this call, always with
-        these bounds.
+        """The plan tensor of ``peer_call_new.list(shards, plan)``, and for one source and one sink on this process of
+        ``peer_call(out, shard, plan)`` and ``peer_call_new(shard, plan)``: this call, always with these bounds.
 
         It addresses memory of the transport and of ``state``: keep both as long as the plan may run. See
         :mod:`.operators` for what the operators check and how they refuse.

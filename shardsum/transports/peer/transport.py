@@ -42,8 +42,6 @@ from .traffic import predict
 from .tuning import Tuning
 from .workspace import Workspace
 
-__all__ = ["PeerTransport", "PreparedCall", "Tuning", "available"]
-
 _BYTES = DTYPE_CODES[torch.uint8]
 _MAX_CALLS = 256
 
@@ -246,10 +244,9 @@ class PeerTransport:
                 plan, message, shape, self.layout, workspace.addresses, self.rank, codes,
                 op == "mean", scale, self.timeout, zlib.crc32(repr(key).encode()),
             )  # fmt: skip
-            single = len(plan.hosted_sources(self.rank)) == 1 and len(plan.hosted_sinks(self.rank)) == 1
             if len(self._calls) == _MAX_CALLS:
                 del self._calls[next(iter(self._calls))]
-            found = self._calls[key] = PreparedCall(self, shape, words, single, (dtype, out_dtype))
+            found = self._calls[key] = PreparedCall(self, shape, words, (dtype, out_dtype))
         return found
 
     @property

@@ -99,11 +99,6 @@ class Workspace:
     def has_failed(self) -> bool:
         return int(self._failure[0]) != 0
 
-    @property
-    def launches(self) -> int:
-        """How many there have been, modulo 2**32. Synchronises."""
-        return int(self._control.cpu()[0]) & 0xFFFFFFFF
-
     def _keep_failed(self) -> bool:
         if self.has_failed and self not in _kept:
             _kept.append(self)
