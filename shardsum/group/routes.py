@@ -21,9 +21,8 @@ from ..transports.base import all_gather_transfers
 from ..transports.carry_choice import choose
 from ..transports.carry_items import KINDS
 from ..transports.carry_plan import CarryPlan
-from ..transports.costs import Costs, Load
+from ..transports.costs import Costs, Load, of_rows
 from ..transports.domains import Domains
-from ..transports.launches import of_rows
 from ..transports.peer.transport import PeerTransport
 from .terms import Reduce, Terms
 

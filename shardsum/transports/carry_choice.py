@@ -1,14 +1,8 @@
 """What carried accumulators would cost, and how to cut them: a prediction that every process computes alike.
 
 A plan says what travels and what is folded in each step, of one chunk. The next chunk does the same one step later. So
-in a step of C chunks come together the loads of up to C steps of one chunk, a C-th of each; it takes as long as the
-busiest link, or the busiest process that receives rows and folds, or the CPUs that move the bytes. The time of a call
-is the sum over its steps, and
-
-    latency between domains x steps of one chunk + latency inside x C
-
-On GPUs (``launch_us``) each step's transfers are one batch, beside which the folds of the step before run; kernels take
-time beyond what they read and write, and steps in which nothing travels have no latency.
+in a step of C chunks come together the loads of up to C steps of one chunk, a C-th of each. How long that takes:
+docs/engineering/several-hosts.md, "Predictions".
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Folds over peer memory: what the processes of a domain fold in one step goes in launches that all of them make.
+"""Folds over peer memory: what the processes of a domain fold in one step goes in launches that all of them make, also
+one that folds nothing in it: its rows are needed.
 
 A launch is an exchange inside the domain (:mod:`.peer`): it moves the rows of a run to the processes that handle its
-positions and adds them as they come, onto the accumulators that these have received, in one pass over memory. Its
-result is unrounded where another stage follows.
-
-Folds of one step share a launch where they add the same sources, and where what comes after the sum is the same. Every
-process of the domain makes it, also one that folds nothing in it: its rows are needed.
+positions and adds them as they come, onto the accumulators that these have received, in one pass over memory. Folds of
+one step share a launch where they add the same sources, and where what comes after the sum is the same.
 """
 
 from __future__ import annotations

@@ -4,12 +4,9 @@ belong to, checked on the device by who receives them.
 A header is a 62-bit number, twice: a hash of the group, the number of the exchange and of the call, and the stamp of
 what it is (:class:`.stamps.Stamp`). Every message of an exchange brings one, from each sender to each receiver. Once
 the rows have been summed, one launch compares what came with this process's own header (:meth:`Headers.verify`). Where
-they differ,
-
-* every byte of the results becomes 255: NaN of any float dtype, -1 of integers, as with peer memory;
-* this process's header and all its later ones become invalid, so that whoever gets what was made of those rows
-  finds out, too, although it may never have heard of the process that is out of step;
-* a record in pinned memory tells the host, which looks at the next call (:meth:`Headers.found`).
+they differ, every byte of the results becomes 255 (NaN, -1 of integers), and this process's header and all later ones
+become invalid: whoever gets what was made of those rows finds out, too, although it may never have heard of the process
+that is out of step. A record in pinned memory tells the host, which looks at the next call (:meth:`Headers.found`).
 
 Why it suffices: until the first exchange that differs, all messages were paired rightly. In that one no header of the
 other process can be the awaited one, in whatever order its messages come, since its number is never given again. A

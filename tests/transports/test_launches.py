@@ -12,8 +12,7 @@ from shardsum.transports.carry_choice import choose, kernels
 from shardsum.transports.carry_items import ACCUMULATORS, RESULTS, ROWS
 from shardsum.transports.carry_plan import CarryPlan
 from shardsum.transports.carry_schedule import Schedule
-from shardsum.transports.costs import Costs, Load
-from shardsum.transports.launches import Work, of_rows
+from shardsum.transports.costs import Costs, Load, Work, of_rows
 
 SIZES = {ROWS: 2, ACCUMULATORS: 4, RESULTS: 2}
 

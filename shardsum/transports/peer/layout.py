@@ -6,6 +6,7 @@ its number of virtual ranks, and may differ from one launch to the next.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from .tuning import Tuning
@@ -169,8 +170,5 @@ def bounded_staging(
             f"workspace_bytes: {most_bytes} bytes are too few for peer memory of {num_ranks} virtual ranks on "
             f"{world_size} processes; it takes at least {total(least)}"
         )
-    lo, hi = least, default_staging(world_size) // step + 1
-    while hi - lo > 1:
-        middle = (lo + hi) // 2
-        lo, hi = (middle, hi) if total(middle) <= most_bytes else (lo, middle)
-    return lo * step
+    steps = range(least, default_staging(world_size) // step + 1)
+    return steps[bisect_right(steps, most_bytes, key=total) - 1] * step

@@ -11,15 +11,11 @@
 ``peer_call_new.list(Tensor[] shards, Tensor plan) -> Tensor[]``
     The same with any number of rows and outputs on this process.
 ``peer_bind(Tensor plan, int[] bounds, int[] row_shape, Tensor shard, Tensor out, int state) -> Tensor``
-    Makes such a plan from the words of a :class:`.transport.PreparedCall`: ``bounds`` are start and length of each row,
-    ``row_shape`` is the shape of a position; ``shard`` and ``out`` give dtype and device alone; ``state`` is the
-    address of the group's state, or 0.
+    Makes such a plan: :meth:`.prepared.PreparedCall.bind`. ``shard`` and ``out`` give dtype and device alone; ``state``
+    is the address of the group's state, or 0.
 ``peer_run(Tensor(a!)[] outs, Tensor[] shards, int[] bounds, Tensor? lengths, int number, plan,``
 ``Tensor? accumulators, int carried, Tensor(c!)[] headers) -> ()``
-    Any number of rows and outputs, with bounds that may differ from call to call, or lengths on the device; ``number``
-    is the call's. Sums go on from ``accumulators`` where they are given, in a plan for that: those of all outputs, one
-    behind the other, in the accumulator's dtype, of ``carried`` contributions each. ``headers``, at most two of two
-    int64 each, become -1 where this process does not get its sums (:mod:`shardsum.transports.headers`).
+    Any number of rows and outputs: :meth:`.prepared.PreparedCall.__call__`.
 
 Shared with the group is its *state*, one int64 in memory that both sides hold (a CPU tensor of one element, which must
 outlive its plans): the bit ``FAILED``, and in ``NUMBER`` how many calls the group has made. The group writes the

@@ -70,7 +70,8 @@ class PreparedCall:
                 it (:mod:`.operators`).
             accumulators: sums of earlier rows, of ``carried`` rows each, at which these start: ``(sum of |O_q|, *F)``,
                 in the accumulator's dtype. Only of a call that was prepared to go on.
-            headers: become invalid where this process does not get its sums (:meth:`shardsum.transports.Wire.spoils`).
+            headers: at most two of two int64; they become -1 where this process does not get its sums
+                (:meth:`shardsum.transports.Wire.spoils`).
 
         Raises:
             RuntimeError: the group has failed; a capture of a signature that has not run; what CUDA says.
@@ -85,8 +86,7 @@ class PreparedCall:
         """The plan tensor of ``peer_call_new.list(shards, plan)``, and for one source and one sink on this process of
         ``peer_call(out, shard, plan)`` and ``peer_call_new(shard, plan)``: this call, always with these bounds.
 
-        It addresses memory of the transport and of ``state``: keep both as long as the plan may run. See
-        :mod:`.operators` for what the operators check and how they refuse.
+        It addresses memory of the transport and of ``state``: keep both as long as the plan may run.
 
         Args:
             bounds: start and length of each shard, flat.

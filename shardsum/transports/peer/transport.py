@@ -38,7 +38,6 @@ from .members import Group, place_in
 from .memory import Gather, available, gather_objects, shares_gpus
 from .operators import DTYPE_CODES
 from .prepared import PreparedCall, plan_words
-from .traffic import predict
 from .tuning import Tuning
 from .workspace import Workspace
 
@@ -187,7 +186,7 @@ class PeerTransport:
         self, plan: ExchangePlan, width: int, in_bytes: int, out_bytes: int, move: bool
     ) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
         """``(two_shot, egress, ingress)``: by process, bytes of rows and results to others, and from them."""
-        way, egress, ingress = predict(plan, self.layout, width, in_bytes, out_bytes, move)
+        way, egress, ingress = shapes.predict(plan, self.layout, width, in_bytes, out_bytes, move)
         return way == "two-shot", egress, ingress
 
     def prepare(

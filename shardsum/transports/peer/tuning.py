@@ -1,4 +1,4 @@
-"""Launch shapes and switch points of the peer transport, measured on H200 (docs/engineering/peer.md)."""
+"""Launch shapes and switch points of the peer transport, measured on H200."""
 
 from __future__ import annotations
 
@@ -11,20 +11,7 @@ _STREAM_WARPS = 8  # of a block that streams, whatever ``threads``
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch shapes and switch points, measured on H200 (docs/engineering/peer.md); every process must use the same.
-
-    Attributes:
-        threads: of a block, a multiple of 32 from 96 to 256; those that push always have 256.
-        blocks: the most of a launch. Also limited by the smallest GPU's multiprocessors: half of what can be resident.
-        producer_warps: warps of a block that copy in later pieces, or write or stream rows, while the others sum.
-        small_bytes: rows that are read are copied and signalled as one piece up to this size.
-        columns, stretches: vectors a lane, and stretches a tile, of larger ones; a tile is a piece.
-        two_shot_bytes: how many bytes a two-shot must save on the busiest link to pay for its second round of signals.
-        push_bytes: rows of a sum up to this size are pushed to the peers, word by word, before they are summed.
-        stream_processes: in groups up to this size larger rows of floats are pushed while they are summed.
-        write_processes: in groups up to this size other rows are written, piece by piece, also where they travel once.
-        write_pieces, write_stretches: a block's part of a written row has so many pieces, but none has more stretches.
-        one_producer_bytes: up to this size one warp of a block writes or streams rows, above it producer_warps.
+    """What each field means: docs/engineering/peer.md, "Thresholds". Every process must use the same.
 
     Both tables are by the number of processes; key 0 holds for every other number.
     """

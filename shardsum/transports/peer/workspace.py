@@ -1,18 +1,9 @@
 """The peer memory of a process group: one, shared by all its ShardGroups.
 
 A workspace is the symmetric block of every process, the launch counter that goes with it, and what orders its calls on
-the host. All groups over the same processes share it. That is sound because nothing in it belongs to a group:
-
-- One epoch counts the launches of all groups, and the groups of a process group make their calls in one order on
-  all processes. So what docs/engineering/peer.md says of "one call ahead, never two" holds for the sequence of all
-  calls.
-- Flags have fixed places, with room for as many virtual ranks as there may be, and carry the epoch.
-- Slots of staging and of results may be cut anew by every launch: nobody reads what an older launch left there.
-- Inboxes are empty between launches, however a launch cuts them into slots.
-- Calls follow each other on the GPU, across streams and groups: :class:`PeerHost`'s events are the workspace's.
-
-A wait that ended without its peer fails the workspace, hence all groups on it. Its memory is kept as long as the
-process lives, as a peer may still write there.
+the host, across streams and groups. Why sharing it is sound: docs/engineering/peer.md, "Memory and life". A wait that
+ended without its peer fails the workspace, hence all groups on it. Its memory is kept as long as the process lives, as
+a peer may still write there.
 """
 
 from __future__ import annotations
