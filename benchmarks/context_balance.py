@@ -24,8 +24,9 @@ from common import Meter, parser, report_of, start
 from shardsum.core.layout import owners_of, split_evenly
 from shardsum.tools.bench.rows import markdown, markdown_header
 from shardsum.training.context_balance import balanced_lengths
+from shardsum.training.context_chunks import Chunk
 from shardsum.training.context_kernels import backward, forward
-from shardsum.training.context_plan import Chunk, SequencePlan
+from shardsum.training.context_plan import SequencePlan
 
 
 @dataclass

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardsum import ShardGroup, context_parallel_attention
 from shardsum.core import bits, reference
-from shardsum.core.layout import ExchangePlan, length, owners_of
+from shardsum.core.layout import ExchangePlan, owners_of
 from shardsum.tools.bench.cases import packed_borders
-from shardsum.training.documents import ChunkPlan, plan_chunks
+from shardsum.training.context_chunks import Chunk, plan_chunks
 
 BF16 = torch.bfloat16
 SEED = 14  # of the documents: of the draws that share_of_padded compares, one close to the mean in every case
@@ -32,7 +32,7 @@ def share_of_padded(size: int, mean: int, world_size: int, placement: str, seeds
     owners = owners_of(ranks, world_size, placement)
     for seed in seeds:
         plans = plan_chunks([size // ranks] * ranks, packed_borders(size, mean, seed))
-        keys, chunks = tuple(p.keys for p in plans), tuple(p.chunk for p in plans)
+        keys, chunks = tuple(p.needed for p in plans), tuple(p.owned for p in plans)
         plan = ExchangePlan(keys, owners, chunks, owners, world_size)
         shares.append(sum(map(plan.egress, range(world_size))) / (size * (world_size - 1)))
     return shares
@@ -51,7 +51,7 @@ class Case:
         self.group = ShardGroup(ranks, placement=placement)
         self.hosted, self.chunk = self.group.virtual_ranks, self.size // ranks
         cp = self.group.context_parallel([self.chunk] * ranks, borders)
-        self.plans, self.chunks, self.user = cp.plan.plans, cp.chunks, UserBatch(cp)
+        self.plans, self.chunks, self.user = cp.plan.everyone, cp.chunks, UserBatch(cp)
         inputs = [self.random_inputs(r) for r in range(ranks)]
         self.kv = torch.cat([torch.cat([k, v], -1) for _, k, v, _ in inputs])
         self.qs, self.ks, self.vs = ([inputs[v][i].requires_grad_() for v in self.hosted] for i in range(3))
@@ -64,7 +64,7 @@ class Case:
 
     def own(self, whole: Tensor) -> list[Tensor]:
         """The hosted chunks of a tensor of S rows."""
-        return [whole[slice(*self.plans[v].chunk)] for v in self.hosted]
+        return [whole[slice(*self.plans[v].owned)] for v in self.hosted]
 
     def attend(self, kvs: Sequence[Tensor]) -> list[Tensor]:
         """Each hosted chunk against the keys and values it needs."""
@@ -79,7 +79,7 @@ class Case:
 
     def partials(self) -> list[Tensor]:
         """The gradients of what each hosted chunk needs, as its attention gives them: the input of the reduction."""
-        kvs = [self.kv[slice(*self.plans[v].keys)].clone().requires_grad_() for v in self.hosted]
+        kvs = [self.kv[slice(*self.plans[v].needed)].clone().requires_grad_() for v in self.hosted]
         return list(torch.autograd.grad(self.attend(kvs), kvs, self.gs))
 
     # What is right
@@ -99,7 +99,7 @@ class Case:
         """The partial gradients added in float64."""
         total = torch.zeros(self.kv.shape, dtype=torch.float64, device=self.device)
         for v, part in zip(self.hosted, partials):
-            total[slice(*self.plans[v].keys)] += part.double()
+            total[slice(*self.plans[v].needed)] += part.double()
         dist.all_reduce(total)
         return self.own(total)
 
@@ -108,16 +108,16 @@ class Case:
         everyone = []
         for r, plan in enumerate(self.plans):
             own = r in self.hosted
-            row = partials[self.hosted.index(r)] if own else self.kv.new_empty(length(plan.keys), *self.kv.shape[1:])
+            row = partials[self.hosted.index(r)] if own else self.kv.new_empty(plan.keys, *self.kv.shape[1:])
             dist.broadcast(row, self.group.owners[r])
             everyone.append(row)
-        wanted = [self.plans[v].chunk for v in self.hosted]
-        return reference.exchange(everyone, [p.keys for p in self.plans], wanted, out_dtype=BF16)
+        wanted = [self.plans[v].owned for v in self.hosted]
+        return reference.exchange(everyone, [p.needed for p in self.plans], wanted, out_dtype=BF16)
 
 
-def query_blocks(plan: ChunkPlan, most: int) -> Iterator[tuple[slice, tuple[int, int]]]:
+def query_blocks(plan: Chunk, most: int) -> Iterator[tuple[slice, tuple[int, int]]]:
     """Rows of a chunk's queries and the global interval of the keys that the last of them sees, block by block."""
-    row, key = 0, plan.keys[0]
+    row, key = 0, plan.needed[0]
     for queries, keys in plan.segments:
         for begin in range(0, queries, most):
             end = min(begin + most, queries)
@@ -136,7 +136,7 @@ class Shardsum:
     """The adjoint of the exchange that brings K and V."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.keys, self.chunks = case, [p.keys for p in case.plans], [p.chunk for p in case.plans]
+        self.case, self.keys, self.chunks = case, [p.needed for p in case.plans], [p.owned for p in case.plans]
 
     def reduce(self, partials: Sequence[Tensor]) -> list[Tensor]:
         return self.case.group.exchange(list(partials), self.keys, self.chunks, size=self.case.size)

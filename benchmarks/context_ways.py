@@ -26,8 +26,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from shardsum import ShardGroup, context_parallel_attention
 from shardsum.training.context import ContextBatch
+from shardsum.training.context_chunks import Chunk, to_device
 from shardsum.training.context_kernels import backward, forward
-from shardsum.training.context_plan import Chunk, to_device
 
 BF16 = torch.bfloat16
 
@@ -99,7 +99,7 @@ class Layer:
         kvs = self.group.exchange(kvs, plan.owned, plan.needed, size=self.size)
         outs = []
         for q, kv, chunk in zip(qs, kvs, self.cp.chunks):
-            queries, keys = zip(*chunk.plan.segments)
+            queries, keys = zip(*chunk.segments)
             parts = zip(q.split(queries), kv.split(keys))
             outs.append(torch.cat([_document(one, *both.split(dim, -1)) for one, both in parts]))
         return outs
@@ -120,7 +120,7 @@ class UserBatch:
         #: Per hosted chunk ``(cu_seq_q, cu_seq_k, max_q, max_k)``.
         self.borders = []
         for chunk in cp.chunks:
-            queries, keys = (torch.tensor(column) for column in zip(*chunk.plan.segments))
+            queries, keys = (torch.tensor(column) for column in zip(*chunk.segments))
             cu = [to_device(F.pad(x.cumsum(0), (1, 0)).int(), cp.group.device) for x in (queries, keys)]
             self.borders.append((*cu, int(queries.max()), int(keys.max())))
         owners = cp.group.owners
@@ -154,7 +154,7 @@ class UserBatch:
             return list(grads)
         buffer = grads[0].new_zeros(self.size, *grads[0].shape[1:], dtype=dtype)
         for grad, chunk in zip(grads, self.chunks):
-            buffer[slice(*chunk.plan.keys)] += grad
+            buffer[slice(*chunk.needed)] += grad
         if self.group.world_size == 1:
             return list(buffer.split(self.length))
         if self.places != sorted(self.places):
@@ -178,7 +178,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, batch: UserBatch, reduce: Callable, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.reduce, ctx.count = reduce, len(batch.chunks)
         wholes = [batch.all_gather(xs[i : i + ctx.count]) for i in range(0, len(xs), ctx.count)]
-        return tuple(whole[slice(*chunk.plan.keys)] for whole in wholes for chunk in batch.chunks)
+        return tuple(whole[slice(*chunk.needed)] for whole in wholes for chunk in batch.chunks)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

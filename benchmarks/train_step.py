@@ -126,7 +126,7 @@ class Training:
         if name == "torch":
             return self._gradients_of_torch(labels)
         attention = cp.attention if name == "shardsum" else UserBatch(cp).attention
-        rows = [chunk.plan.chunk[1] - chunk.plan.chunk[0] for chunk in cp.chunks]
+        rows = [chunk.rows for chunk in cp.chunks]
         self.attention.run = partial(_chunks, attention, rows)
         own, targets = (together(cp.split(x, dim=1), 1) for x in (self.tokens, labels))
         return self._backward(own, together(cp.positions, 0)[None], targets, (labels != -100).sum())

@@ -1,10 +1,10 @@
 """ContextBatch: context parallelism over one batch of packed documents, planned once and used by every layer.
 
 Virtual rank r holds the tokens, queries, keys and values of its chunk of one long sequence. One exchange brings it the
-keys and values from the start of its oldest document (:mod:`shardsum.training.documents`); then it attends locally, all
-documents in one kernel call where there is one (:mod:`shardsum.training.context_kernels`). The gradient of that
-exchange is an exchange too: partial dK and dV, valid where the chunk's queries looked, are added over virtual ranks in
-rank order, in fp32, and rounded once.
+keys and values from the start of its oldest document (:mod:`shardsum.training.context_chunks`); then it attends
+locally, all documents in one kernel call where there is one (:mod:`shardsum.training.context_kernels`). The gradient of
+that exchange is an exchange too: partial dK and dV, valid where the chunk's queries looked, are added over virtual
+ranks in rank order, in fp32, and rounded once.
 
 For given chunks and one compute thread a process the bits do not depend on the number of processes or the placement:
 each virtual rank's work is the same sequence of operators on tensors of its own, never batched with another rank's.
@@ -23,9 +23,10 @@ from ..core.checks import brief
 from . import context_ops as ops
 from . import lockstep
 from .context_checks import AttentionOptions, check_shapes, hosted_tensors
+from .context_chunks import Borders, to_device
 from .context_inner import attend_by
 from .context_kernels import has_lse, kernel_of
-from .context_plan import Borders, SequencePlan, to_device
+from .context_plan import SequencePlan
 from .documents import documents_of
 from .lockstep import running
 
@@ -83,14 +84,14 @@ class ContextBatch:
         """
         if x.shape[dim] != self.size:
             raise ValueError(f"split: {x.shape[dim]} positions in dim {dim}, but the batch has {self.size}")
-        chunks = (x.narrow(dim, begin, end - begin) for begin, end in self.plan.hosted)
+        chunks = (x.narrow(dim, chunk.owned[0], chunk.rows) for chunk in self.chunks)
         return self._deliver([c.clone(memory_format=torch.contiguous_format) for c in chunks])
 
     @cached_property
     def positions(self) -> Any:
         """The position inside its document of every row, int64 ``(length,)`` per hosted virtual rank, on the group's
         device."""
-        found = [documents_of(self.cu_seqlens, *chunk.plan.chunk)[1] for chunk in self.chunks]
+        found = [documents_of(self.cu_seqlens, *chunk.owned)[1] for chunk in self.chunks]
         return self._deliver([to_device(p, self.group.device) for p in found])
 
     def shift(
@@ -123,7 +124,7 @@ class ContextBatch:
         wanted = [self._span(interval, by) for interval in self.plan.owned]
         there = self.group.exchange(rows, self.plan.owned, wanted, size=self.size)
         there = [t.to(rows[0].dtype).movedim(0, dim) for t in there]
-        outs = [self._shifted(t, s, i, by, ignore_index, dim) for t, s, i in zip(xs, there, self.plan.hosted)]
+        outs = [self._shifted(t, s, c.owned, by, ignore_index, dim) for t, s, c in zip(xs, there, self.chunks)]
         return outs[0] if single else outs
 
     def _span(self, interval: tuple[int, int], by: int) -> tuple[int, int]:
@@ -214,7 +215,7 @@ class ContextBatch:
             scale: factor of the scores; None is ``1 / sqrt(head_dim)``.
             inner: another attention (softcap, sinks, ALiBi, FlexAttention, FlashAttention 3).
                 ``inner(q, k, v, borders)`` gets a chunk's q, the keys and values that it needs and
-                :class:`shardsum.training.context_plan.Borders`; it returns ``out`` of one row a query, or
+                :class:`shardsum.training.context_chunks.Borders`; it returns ``out`` of one row a query, or
                 ``(out, lse)``. It applies ``borders.window`` itself. Not called for empty chunks.
             return_lse: also return the log-sum-exp of the scores, fp32 ``(length, heads)``, with its gradient (with
                 ``inner``: what that returns).

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import context_ops as ops
-from .context_plan import Borders
+from .context_chunks import Borders
 
 if TYPE_CHECKING:
     from .context import ContextBatch

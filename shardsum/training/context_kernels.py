@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .context_plan import Call, Chunk, Shape
+from .context_chunks import Call, Chunk, Shape
 from .documents import CAUSAL, UNLIMITED, Window
 
 _aten = torch.ops.aten

@@ -1,118 +1,17 @@
-"""What is decided once a batch: chunks, the keys they need, kernel calls, work. Nothing here knows a process group."""
+"""What is decided once a batch: everyone's chunks, what travels, and the work. Nothing here knows a process group."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.layout import Interval, length, split_evenly
 from .context_checks import check_lengths
-from .documents import UNLIMITED, ChunkPlan, Window, check_borders, documents_of, effective_window, plan_chunks
-
-
-class Borders(NamedTuple):
-    """What a variable-length kernel asks for: int32 borders ``(documents + 1,)`` on the device, and the longest parts.
-
-    ``window`` is relative to a query that stands at its document's last key when it is the last one (lower-right
-    alignment): ``(-1, 0)`` is a causal mask.
-    """
-
-    cu_seq_q: Tensor
-    cu_seq_k: Tensor
-    max_q: int
-    max_k: int
-    window: Window
-
-
-class Shape(NamedTuple):
-    """Queries and keys of a document's part, and how many keys lie behind the last query's own."""
-
-    queries: int
-    keys: int
-    ahead: int
-
-
-class Call:
-    """Documents that one variable-length kernel call covers: rows ``queries`` of a chunk, rows ``keys`` of its keys."""
-
-    def __init__(self, segments: Sequence[tuple[int, int]], first_query: int, first_key: int, window: Window) -> None:
-        self.segments, self.window = segments, window
-        self.cu_q = [0, *accumulate(n for n, _ in segments)]
-        self.cu_k = [0, *accumulate(m for _, m in segments)]
-        self.queries = slice(first_query, first_query + self.cu_q[-1])
-        self.keys = slice(first_key, first_key + self.cu_k[-1])
-        self.max_q, self.max_k = max(n for n, _ in segments), max(m for _, m in segments)
-        self._borders: dict[torch.device, Borders] = {}
-        self._rows: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def borders(self, device: torch.device) -> Borders:
-        if device not in self._borders:
-            both = to_device(torch.tensor([self.cu_q, self.cu_k], dtype=torch.int32, device="cpu"), device)
-            self._borders[device] = Borders(both[0], both[1], self.max_q, self.max_k, self.window)
-        return self._borders[device]
-
-    def rows(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """``(document, position in its part)`` of every query."""
-        if device not in self._rows:
-            both = torch.stack(documents_of(self.cu_q, 0, self.cu_q[-1]))
-            self._rows[device] = tuple(to_device(both, device))  # type: ignore[assignment]
-        return self._rows[device]
-
-
-class Chunk:
-    """A hosted chunk's documents as the kernels take them. Made once a batch.
-
-    Args:
-        plan: of :func:`shardsum.training.documents.plan_chunks`.
-        window: the effective one.
-    """
-
-    def __init__(self, plan: ChunkPlan, window: Window) -> None:
-        self.plan, self.window = plan, window
-        self.rows, self.keys = (end - begin for begin, end in (plan.chunk, plan.keys))
-
-    @cached_property
-    def calls(self) -> list[Call]:
-        """One call; two where a window that is not causal reaches beyond the chunk's end: kernels align the last query
-        with the last key, so there the window is another one."""
-        segments, ahead = self.plan.segments, self.plan.ahead
-        if not segments:
-            return []
-        if not ahead or self.window == UNLIMITED:
-            return [Call(segments, 0, 0, self.window)]
-        left, right = self.window
-        last = (left if left < 0 else left + ahead, right if right < 0 else right - ahead)
-        n, m = segments[-1]
-        calls = [Call(segments[-1:], self.rows - n, self.keys - m, last)]
-        return calls if len(segments) == 1 else [Call(segments[:-1], 0, 0, self.window), *calls]
-
-    @cached_property
-    def shapes(self) -> list[tuple[Shape, list[tuple[int, int]]]]:
-        """Documents of one shape together: ``(shape, [(first query, first key), ...])``."""
-        found: dict[Shape, list[tuple[int, int]]] = defaultdict(list)
-        query = key = 0
-        for i, (n, m) in enumerate(self.plan.segments):
-            ahead = self.plan.ahead if i == len(self.plan.segments) - 1 else 0
-            found[Shape(n, m, ahead)].append((query, key))
-            query, key = query + n, key + m
-        return list(found.items())
-
-    def warm(self, device: torch.device) -> None:
-        """Make what the kernels need on a GPU, so that no layer does."""
-        if device.type == "cuda":
-            for call in self.calls:
-                call.borders(device)
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on ``device``, without waiting for it."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+from .context_chunks import plan_chunks
+from .documents import UNLIMITED, check_borders, effective_window
 
 
 def share(needed: Sequence[Interval], owners: Sequence[int]) -> tuple[list[Interval], list[int]]:
@@ -153,7 +52,7 @@ class SequencePlan:
             receives the keys of all, and the others an empty interval.
         views: for every hosted chunk, whose received keys hold its own (index among the hosted chunks), and the slice
             of them; None for all of them.
-        hosted: the chunks of this process.
+        everyone, chunks: the chunks of all virtual ranks, and the hosted ones.
         work: query-key pairs by process.
 
     Raises:
@@ -179,10 +78,9 @@ class SequencePlan:
         self.size = sum(self.lengths)
         self.cu_seqlens = check_borders(cu_seqlens, self.size)
         self.window = effective_window(window, causal)
-        self.plans = plan_chunks(self.lengths, self.cu_seqlens, self.window)
-        self.owned, self.needed = [p.chunk for p in self.plans], [p.keys for p in self.plans]
-        self.chunks = [Chunk(plan, self.window) for plan, owner in zip(self.plans, owners) if owner == rank]
-        self.hosted = [chunk.plan.chunk for chunk in self.chunks]
+        self.everyone = plan_chunks(self.lengths, self.cu_seqlens, self.window)
+        self.owned, self.needed = [c.owned for c in self.everyone], [c.needed for c in self.everyone]
+        self.chunks = [chunk for chunk, owner in zip(self.everyone, owners) if owner == rank]
         self.received, homes = share(self.needed, owners)
         ranks = [v for v, owner in enumerate(owners) if owner == rank]
         self.views: list[tuple[int, slice | None]] = []
@@ -198,14 +96,14 @@ class SequencePlan:
     @cached_property
     def work(self) -> tuple[int, ...]:
         totals = [0 for _ in self.processes]
-        for owner, plan in zip(self.owners, self.plans):
-            totals[owner] += plan.pairs(self.window)
+        for owner, chunk in zip(self.owners, self.everyone):
+            totals[owner] += chunk.pairs
         return tuple(totals)
 
     @property
     def has_chunks_of_two_calls(self) -> bool:
         """Whether some process's chunk takes two calls of a kernel (:attr:`Chunk.calls`)."""
-        return self.window != UNLIMITED and any(p.ahead and len(p.segments) > 1 for p in self.plans)
+        return self.window != UNLIMITED and any(c.ahead and len(c.segments) > 1 for c in self.everyone)
 
     def explain(self) -> str:
         mean = sum(self.work) / len(self.work)
@@ -223,8 +121,8 @@ class SequencePlan:
         return "\n".join(lines)
 
     def _rows_and_keys(self, process: int) -> tuple[int, int]:
-        mine = [plan for plan, owner in zip(self.plans, self.owners) if owner == process]
-        return sum(p.chunk[1] - p.chunk[0] for p in mine), sum(p.keys[1] - p.keys[0] for p in mine)
+        mine = [chunk for chunk, owner in zip(self.everyone, self.owners) if owner == process]
+        return sum(chunk.rows for chunk in mine), sum(chunk.keys for chunk in mine)
 
     def _exceeds(self) -> bool:
         """Whether some process would keep more than half of an even share of K and V beyond its own rows. The same on

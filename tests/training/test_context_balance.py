@@ -12,8 +12,9 @@ import pytest
 from shardsum import ShardGroup
 from shardsum.core.layout import owners_of, split_evenly
 from shardsum.training.context_balance import balanced_lengths
+from shardsum.training.context_chunks import plan_chunks
 from shardsum.training.context_plan import SequencePlan
-from shardsum.training.documents import CAUSAL, Window, effective_window, plan_chunks
+from shardsum.training.documents import CAUSAL, Window, effective_window
 
 
 def log_normal_borders(documents: int, seed: int, mean: int = 600, sigma: float = 1.2) -> list[int]:
@@ -28,8 +29,8 @@ def most_work(
 ) -> float:
     """That of the busiest process over the mean."""
     totals = [0.0] * (max(owners) + 1)
-    for owner, plan in zip(owners, plan_chunks(lengths, borders, window)):
-        totals[owner] += plan.pairs(window) + position_cost * (plan.chunk[1] - plan.chunk[0])
+    for owner, chunk in zip(owners, plan_chunks(lengths, borders, window)):
+        totals[owner] += chunk.pairs + position_cost * chunk.rows
     return max(totals) / fmean(totals)
 
 
@@ -59,7 +60,7 @@ def test_windows_and_whole_documents(window: Any, causal: bool) -> None:
 def test_work_and_explanation() -> None:
     group = ShardGroup(2)
     batch = group.context_parallel([8, 8], [0, 4, 16])
-    assert [plan.pairs(CAUSAL) for plan in batch.plan.plans] == [20, 68] and batch.work == (88,)
+    assert [chunk.pairs for chunk in batch.plan.everyone] == [20, 68] and batch.work == (88,)
     assert "process 0: 16 rows, 20 keys, 88 query-key pairs, 1.00 of the mean" in batch.explain()
     assert "work=[88]" in repr(batch)
     assert group.balanced_lengths([0, 4, 16], position_cost=0) == [12, 4]

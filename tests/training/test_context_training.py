@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from shardsum import ShardGroup
 from shardsum.core import bits
 from shardsum.training import context_ops
-from shardsum.training.context_plan import Borders
+from shardsum.training.context_chunks import Borders
 from tests.processes import run_processes
 from tests.training.test_attention import chunks, make
 

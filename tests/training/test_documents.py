@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardsum import ShardGroup
-from shardsum.training.documents import cu_seqlens_from_position_ids, documents_of, effective_window, plan_chunks
+from shardsum.training.context_chunks import plan_chunks
+from shardsum.training.documents import cu_seqlens_from_position_ids, documents_of, effective_window
 
 
 @st.composite
@@ -37,13 +38,13 @@ def test_segments_are_exactly_the_visible_keys(
         return document[i] == document[j] and near
 
     begin = 0
-    for plan, n in zip(plan_chunks(lengths, borders, (left, right)), lengths):
-        assert plan.chunk == (begin, begin + n)
-        query, key, pairs = begin, plan.keys[0], 0
-        for num_queries, num_keys in plan.segments:
+    for chunk, n in zip(plan_chunks(lengths, borders, (left, right)), lengths):
+        assert chunk.owned == (begin, begin + n)
+        query, key, pairs = begin, chunk.needed[0], 0
+        for num_queries, num_keys in chunk.segments:
             keys = range(key, key + num_keys)
             query, key = query + num_queries, key + num_keys
-            ahead = plan.ahead if (num_queries, num_keys) == plan.segments[-1] and query == plan.chunk[1] else 0
+            ahead = chunk.ahead if (num_queries, num_keys) == chunk.segments[-1] and query == chunk.owned[1] else 0
             assert keys[-1] - ahead == query - 1  # the last query stands there
             for i in range(query - num_queries, query):
                 visible = [j for j in range(len(document)) if sees(i, j)]
@@ -51,8 +52,8 @@ def test_segments_are_exactly_the_visible_keys(
                     j for j, d in enumerate(document) if d == document[i]
                 }
                 pairs += len(visible)
-        assert (query, key) == (plan.chunk[1], plan.keys[1])  # together, all of both
-        assert plan.pairs((left, right)) == pairs
+        assert (query, key) == (chunk.owned[1], chunk.needed[1])  # together, all of both
+        assert chunk.pairs == pairs
         begin += n
 
 
@@ -79,9 +80,9 @@ def test_bad_windows(window: Any) -> None:
 
 
 def test_one_causal_sequence() -> None:
-    plans = plan_chunks([3, 0, 2, 4], [0, 9])
-    assert [p.keys for p in plans] == [(0, 3), (3, 3), (0, 5), (0, 9)]
-    assert [p.segments for p in plans] == [((3, 3),), (), ((2, 5),), ((4, 9),)]
+    found = plan_chunks([3, 0, 2, 4], [0, 9])
+    assert [c.needed for c in found] == [(0, 3), (3, 3), (0, 5), (0, 9)]
+    assert [c.segments for c in found] == [((3, 3),), (), ((2, 5),), ((4, 9),)]
 
 
 @pytest.mark.parametrize(

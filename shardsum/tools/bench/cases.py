@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from ...core.layout import Interval, split_evenly
-from ...training.documents import plan_chunks
+from ...training.context_chunks import plan_chunks
 
 Profile = Literal["full", "random", "causal", "skewed", "seed"]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -130,4 +130,4 @@ def packed_borders(size: int, mean: int, seed: int = 0) -> list[int]:
 
 def packed_documents(count: int, size: int, mean: int) -> list[Interval]:
     """Per even chunk, the interval from the start of its oldest document to its end."""
-    return [plan.keys for plan in plan_chunks(split_evenly(size, count), packed_borders(size, mean))]
+    return [chunk.needed for chunk in plan_chunks(split_evenly(size, count), packed_borders(size, mean))]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.layout import intervals_of
-from ...training.documents import plan_chunks
+from ...training.context_chunks import plan_chunks
 from ..pictures import distinct_colours, new_figure
 from .data import Batch
 
@@ -75,7 +75,7 @@ def _draw_intervals(axes: Axes, batch: Batch, owners: tuple[int, ...]) -> None:
     held = wanted = [(0, n) for n in batch.lengths]
     if batch.cu_seqlens is not None:
         held = intervals_of(batch.lengths)
-        wanted = [plan.keys for plan in plan_chunks(batch.lengths, batch.cu_seqlens)]
+        wanted = [chunk.needed for chunk in plan_chunks(batch.lengths, batch.cu_seqlens)]
     colours = distinct_colours(max(owners) + 1)
     for v, ((begin, end), (first, last)) in enumerate(zip(held, wanted)):
         colour = colours[owners[v]]
