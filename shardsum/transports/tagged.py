@@ -44,15 +44,10 @@ class TaggedWire(Wire):
     Args:
         group: the private ProcessGroupGloo.
         timeout: the limit of a wait.
-        guard: finds out why a transfer does not end before that limit. None: nobody does.
+        guard: finds out why a transfer does not end before that limit.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroupGloo,
-        timeout: timedelta,
-        guard: watch.Guard | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroupGloo, timeout: timedelta, guard: watch.Guard) -> None:
         super().__init__(group, group.rank(), group.size(), timeout)
         self.guard = guard
         self._steps: list[Begun | None] = [None] * _HISTORY  # where they lie: number modulo _HISTORY
@@ -61,8 +56,7 @@ class TaggedWire(Wire):
         self._published = False
         self._next_look, self._pause = 0.0, 0.0
         self._verdict: str | None = None
-        if guard is not None:
-            watch.add(self)
+        watch.add(self)
         turns = range(1, self.world_size)
         self._to = [(self.rank + i) % self.world_size for i in turns]  # not all to the same one at first
         self._from = [(self.rank - i) % self.world_size for i in turns]
@@ -174,7 +168,7 @@ class TaggedWire(Wire):
             return RuntimeError(f"no answer from process {peer} within {self.timeout.total_seconds():g} s")
         if "closed" in str(error) or "reset" in str(error):
             with contextlib.suppress(StoreGone):
-                if self.guard is not None and (told := self.guard.board.told(self)) is not None:
+                if (told := self.guard.board.told(self)) is not None:
                     return OutOfStep(told)
             return RuntimeError(f"the connection with process {peer} was closed")
         return error
@@ -194,7 +188,6 @@ class TaggedWire(Wire):
     def look(self) -> None:
         """Check the current wait, if it was the current one at the last check, too."""
         guard, waits, now = self.guard, self._waits, time.monotonic()
-        assert guard is not None
         if waits is not self._seen or waits is None:
             self._seen, self._pause, self._next_look = waits, watch.TICK_S, now
             if self._published:

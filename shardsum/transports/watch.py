@@ -115,7 +115,6 @@ class Board:
         with _lock:
             said = {}
             for wire in [*_wires]:
-                assert wire.guard is not None
                 said[wire.guard.name] = state = wire.state()
                 if state["waits"] is not None:
                     state["waits"][0] = wire.guard.board.ranks[state["waits"][0]]
@@ -130,12 +129,11 @@ class Board:
         """What has gone wrong, for certain, in one sentence; None where nothing is known."""
         if (told := self.told(wire)) is not None:
             return told
-        wire_name = wire.guard.name if wire.guard is not None else ""
         mine = {number: (stamp, call, text) for number, stamp, call, text in wire.state()["steps"]}
         for p, rank in enumerate(self.ranks):
             if p == self.rank:
                 continue
-            for number, stamp, call, text in self.read(rank).get(wire_name, {"steps": []})["steps"]:
+            for number, stamp, call, text in self.read(rank).get(wire.guard.name, {"steps": []})["steps"]:
                 if number in mine and mine[number][:2] != (stamp, call):
                     sides = sorted([(self.rank, *mine[number][1:]), (p, call, text)])
                     told = ", ".join(f"process {q} is in {text} (call {call})" for q, call, text in sides)
@@ -146,7 +144,7 @@ class Board:
         """What another process has found of the wire's current exchange."""
         if (said := self._store.get(f"circle/{self.ranks[self.rank]}")) is not None:
             name, number, text = json.loads(said)
-            if wire.guard is not None and (name, number) == (wire.guard.name, wire.step.number):
+            if (name, number) == (wire.guard.name, wire.step.number):
                 return text
         return None
 

@@ -15,7 +15,7 @@ from shardsum.core import bits, reference
 from shardsum.core.layout import ExchangePlan, length, owners_of
 from shardsum.core.numerics import Reduce, accumulator_dtype, resolve_out_dtype
 from shardsum.native import loader as native
-from shardsum.transports import TaggedWire, carry, carry_peers, stamp
+from shardsum.transports import TaggedWire, carry, carry_peers, stamp, watch
 from shardsum.transports.carry_plan import ACCUMULATORS, RESULTS, ROWS, CarryPlan
 from shardsum.transports.peer.members import gather_in
 from shardsum.transports.store import BoundedStore
@@ -114,7 +114,9 @@ def sums(rank: int, world: int, seeds: list[int], together: bool) -> list[str]:
     domains: dict[tuple[int, ...], SlowPeers] = {}
     native.load()
     store, limit = dist.PrefixStore("carry", _get_default_store()), timedelta(seconds=30)
-    wire, wrong = TaggedWire(dist.ProcessGroupGloo(store, rank, world, limit), limit), []
+    board = watch.Board(BoundedStore.clone(store, 30), range(world), rank)
+    guard = watch.Guard("carry", board, lambda step: None, lambda step, verdict: None)
+    wire, wrong = TaggedWire(dist.ProcessGroupGloo(store, rank, world, limit), limit, guard), []
     for seed in seeds:
         plan, dtype, reduce, features = problem(seed, world)
         exchange = plan.plan
