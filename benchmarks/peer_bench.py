@@ -66,7 +66,12 @@ class Peers:
         bounds, row = case.held[self.suite.rank], case.width * 2
         sinks = ((0, case.size),) * self.world_size
         plan = ExchangePlan(tuple(case.held), self.owners, sinks, self.owners, self.world_size)
-        call = self.transport.prepare(plan, case.width, torch.bfloat16, torch.bfloat16, two_shot=two_shot)
+        tuning = self.transport.layout.tuning
+        if two_shot is not None:  # at any size
+            rounds = {0: -(1 << 60) if two_shot else 1 << 60}
+            self.tune(replace(tuning, push_bytes={0: 0}, two_shot_bytes=rounds))
+        call = self.transport.prepare(plan, case.width, torch.bfloat16, torch.bfloat16)
+        self.tune(tuning)
         moved = (self.world_size - 1) * max(case.lengths) * row
         if call.shape.two_shot:
             moved = 2 * moved // self.world_size  # zeros do not travel

@@ -204,7 +204,7 @@ class Run:
             rows.append(self.readable[source][begin - at : end - at] if begin < end else self.readable[source][:0])
         sizes = [length(pieces[index].interval) for index, _ in launch.folds]
         if launch.goes_on and launch.folds:
-            came = [self.plan.accumulators(index, number - 1) for index, number in launch.folds]
+            came = [self.plan.places[index, number - 1] for index, number in launch.folds]
             accumulators = joined([self.at(p, n, index) for p, n, (index, _) in zip(came, sizes, launch.folds)])
         places = [self.plan.written(index, number) for index, number in launch.folds]
         outs = [self.at(p, n, index) for p, n, (index, _) in zip(places, sizes, launch.folds)]

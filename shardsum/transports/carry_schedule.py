@@ -73,6 +73,7 @@ class Schedule:
 
     Attributes:
         sources, sinks: the hosted ones; of sinks the intervals.
+        places: where items of messages lie, by piece and number: accumulators that come or go, results that are filled.
         receives, sends: messages by step.
         folds: by step. Of what goes over peer memory there are launches instead (:mod:`.carry_peers`).
         steps: how many there are.
@@ -86,8 +87,7 @@ class Schedule:
         self.sinks = [carry.plan.sinks[q] for q in carry.plan.hosted_sinks(process)]
         self.sends: dict[int, list[Message]] = defaultdict(list)
         self.receives: dict[int, list[Message]] = defaultdict(list)
-        self.slots: dict[tuple[int, int], Place] = {}
-        self._came: dict[tuple[int, int], Place] = {}
+        self.places: dict[tuple[int, int], Place] = {}
         self._results: dict[int, Place] = {}
         for message in carry.messages_of(process):
             if message.kind == ROWS and not rows:
@@ -96,9 +96,8 @@ class Schedule:
             (self.sends if mine else self.receives)[message.step].append(message)
             if message.kind == ACCUMULATORS or (mine and self._can_fill(message)):
                 message.is_filled = mine
-                places = self.slots if mine else self._came
                 for item, first in message.placed:
-                    places[item.piece, item.number] = Place(message, first)
+                    self.places[item.piece, item.number] = Place(message, first)
         self.steps = 1 + max((*self.sends, *self.receives, *(step for step, _, _ in self._stages)), default=-1)
         self.gaps = [
             (q, begin - lo, end - lo)
@@ -120,7 +119,7 @@ class Schedule:
         """Whether all of a message are results that are made here, wanted elsewhere alone, and in no other message."""
         return message.kind == RESULTS and all(
             not self.targets(item.interval)
-            and (item.piece, item.number) not in self.slots
+            and (item.piece, item.number) not in self.places
             and self.carry.pieces[item.piece].stages[-1].process == self.process
             for item in message.items
         )
@@ -135,14 +134,14 @@ class Schedule:
         aside."""
         if index not in self._results:
             targets = self.targets(self.carry.pieces[index].interval)
-            self._results[index] = Place(*targets[0]) if targets else self.slots.get((index, -1), Place(None, 0))
+            self._results[index] = Place(*targets[0]) if targets else self.places.get((index, -1), Place(None, 0))
         return self._results[index]
 
     def written(self, index: int, number: int) -> Place:
         """Where the fold of a piece at a stage writes."""
         piece = self.carry.pieces[index]
         if number + 1 < len(piece.stages):
-            return self.slots[index, number]
+            return self.places[index, number]
         return self.result(index)
 
     @cached_property
@@ -162,7 +161,7 @@ class Schedule:
     def _fold(self, index: int, number: int) -> Fold:
         piece = self.carry.pieces[index]
         stage, ends = piece.stages[number], number + 1 == len(piece.stages)
-        came = self._came[index, number - 1] if number else None
+        came = self.places[index, number - 1] if number else None
         carried = stage.carried if ends else 0
         return Fold(piece.interval, index, stage.sources, [], [], came, carried, ends, self.written(index, number))
 
@@ -177,7 +176,3 @@ class Schedule:
                 fold.sources.append(r)
                 begin = self.carry.plan.sources[r][0] if r in self.sources else held[0]
                 fold.starts.append(begin - fold.interval[0])
-
-    def accumulators(self, index: int, number: int) -> Place:
-        """Where those that a stage of a piece left have come."""
-        return self._came[index, number]

@@ -65,8 +65,13 @@ def number_of_pieces(tiles: TileMap, chunk: int) -> int:
     return -(-number_of_tiles(tiles, chunk) // (tiles.blocks * tiles.tiles_per_piece))
 
 
+def rounds(two: bool) -> dict[str, Any]:
+    """The tuning of sums that every process gets in one round, or in two, at any size."""
+    return dict(push_bytes={0: 0}, two_shot_bytes={0: -(1 << 60) if two else 1 << 60})
+
+
 @st.composite
-def messages(draw: st.DrawFn, two_shot: bool = False) -> tuple[Message, MemoryLayout, bool | None]:
+def messages(draw: st.DrawFn, two_shot: bool = False) -> tuple[Message, MemoryLayout]:
     """``two_shot``: only what can go in two rounds, that is sums that every process gets."""
     world_size, rows = draw(st.integers(2, 9)), draw(st.integers(1, 4))
     move, replicated = (False, True) if two_shot else (draw(st.booleans()), draw(st.booleans()))
@@ -82,22 +87,23 @@ def messages(draw: st.DrawFn, two_shot: bool = False) -> tuple[Message, MemoryLa
     )
     staging = draw(st.sampled_from([2 << 20, 8 << 20, 64 << 20]))
     writes, streams = draw(st.booleans()), draw(st.booleans())
+    forced = True if two_shot else draw(st.sampled_from([None, False, True]))
     tuning = Tuning(
         draw(st.sampled_from([128, 256] if writes else [96, 128, 256])), draw(st.sampled_from([1, 7, 128])), 1,
-        push_bytes={0: 1 << 16}, write_processes=9 * writes, stream_processes=9 * streams,
+        **(dict(push_bytes={0: 1 << 16}) if forced is None else rounds(forced)), write_processes=9 * writes,
+        stream_processes=9 * streams,
     )  # fmt: skip
-    forced = draw(st.sampled_from([None, False, True])) if replicated and not move else None
-    return message, layout_of(world_size, rows, staging, draw(st.sampled_from([3, 132])), tuning), forced
+    return message, layout_of(world_size, rows, staging, draw(st.sampled_from([3, 132])), tuning)
 
 
 @settings(deadline=None, max_examples=300)
 @given(messages())
 def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
-    m, layout, forced = case
-    shape, tuning = peer_plan.choose_shape(m, layout, forced), layout.tuning
+    m, layout = case
+    shape, tuning = peer_plan.choose_shape(m, layout), layout.tuning
     tiles, total = shape.tiles, m.size * m.width
     parts = layout.world_size if shape.two_shot else 1
-    assert forced is None or shape.two_shot == forced
+    assert not shape.two_shot or (m.replicated and not m.move)
     assert tiles.blocks <= layout.blocks and tiles.stretches_per_tile % parts == 0
     assert tiles.stretch * m.in_bytes % 16 == 0  # rows are read in whole vectors
     assert shape.chunk >= total or shape.chunk % tiles.tile == 0
@@ -127,9 +133,10 @@ def test_a_shape_covers_the_message_and_fits_the_memory(case: tuple) -> None:
 )  # not an assumption: three of four examples would be thrown away, and a health check fail
 def test_written_parts_lie_side_by_side_in_their_slot(case: tuple) -> None:
     """The addresses of csrc/peer/parts.cuh: `slot_origin` + `tile_shift` + an element, from the slot's begin."""
-    m, layout, _ = case
+    m, layout = case
     total, world_size = m.size * m.width, layout.world_size
-    shape = peer_plan.choose_shape(m, layout, True)
+    shape = peer_plan.choose_shape(m, layout)
+    assert shape.two_shot
     tile, part = shape.tiles.tile, shape.tiles.tile // world_size
     for begin in {0, (total - 1) // shape.chunk * shape.chunk}:  # the first and the last launch
         end, covered = min(begin + shape.chunk, total), 0
@@ -290,13 +297,13 @@ def test_needed_is_the_hull_of_what_others_read(data: st.DataObject) -> None:
 
 
 def test_small_sums_are_pushed() -> None:
-    def pushed(num_bytes: int, move: bool = False, two_shot: bool | None = None, limit: int = 1 << 16) -> bool:
+    def pushed(num_bytes: int, move: bool = False, limit: int = 1 << 16) -> bool:
         n, width = num_bytes // 2, 1 if move else 2
         m = Message(n, 1, n, n, n, width, width, move, True)
-        return peer_plan.choose_shape(m, layout_of(4, 1, tuning=Tuning(push_bytes={0: limit})), two_shot).push
+        return peer_plan.choose_shape(m, layout_of(4, 1, tuning=Tuning(push_bytes={0: limit}))).push
 
     assert pushed(1 << 10) and pushed(1 << 16) and not pushed((1 << 16) + 2)
-    assert not pushed(1 << 10, move=True) and not pushed(1 << 10, two_shot=False) and not pushed(0)
+    assert not pushed(1 << 10, move=True) and not pushed(0)
     assert not pushed(1 << 10, limit=0)
     assert Tuning(push_bytes={0: 5, 2: 7}).push_limit(2) == 7 and Tuning(push_bytes={0: 5, 2: 7}).push_limit(3) == 5
 

@@ -136,20 +136,15 @@ def gap_of(plan: ExchangePlan, process: int) -> Interval:
     return max(gaps, key=length, default=(0, 0))
 
 
-def choose_way(m: Message, layout: MemoryLayout, two_shot: bool | None = None) -> Way:
-    """How the rows of ``m`` cross the links; ``two_shot`` forces one or two rounds for a replicated sum."""
-    if two_shot and (m.move or not m.replicated):
-        raise ValueError("two_shot: only for a sum that every process gets")
-    if m.goes_on:
-        return "write" if layout.writes else "read"
-    if two_shot is None:
+def choose_way(m: Message, layout: MemoryLayout) -> Way:
+    """How the rows of ``m`` cross the links."""
+    if not m.goes_on:
         if not m.move and 0 < m.size * m.width * m.in_bytes <= layout.push_limit and m.in_bytes > 1:
             return "push"
-        two_shot = not m.move and m.replicated and layout.tuning.pays_two_shot(layout.world_size, _saved(m, layout))
-    if two_shot:
-        return "two-shot"
-    if layout.streams and m.floats:
-        return "stream"
+        if not m.move and m.replicated and layout.tuning.pays_two_shot(layout.world_size, _saved(m, layout)):
+            return "two-shot"
+        if layout.streams and m.floats:
+            return "stream"
     return "write" if layout.writes else "read"
 
 
@@ -160,9 +155,9 @@ def _saved(m: Message, layout: MemoryLayout) -> int:
     return others * rows * elements - others * (rows + m.out_bytes) * elements // layout.world_size
 
 
-def choose_shape(m: Message, layout: MemoryLayout, two_shot: bool | None = None) -> Shape:
-    """How to launch ``m``; ``two_shot`` as in :func:`choose_way`."""
-    way, total = choose_way(m, layout, two_shot), m.total
+def choose_shape(m: Message, layout: MemoryLayout) -> Shape:
+    """How to launch ``m``."""
+    way, total = choose_way(m, layout), m.total
     if way == "push":
         return Shape(choose_push_tiles(m, total, layout), total, False, True, producers=0)
     if way == "stream":

@@ -197,7 +197,6 @@ class PeerTransport:
         out_dtype: torch.dtype,
         op: str = "sum",
         scale: float | None = None,
-        two_shot: bool | None = None,
         signature: int = 0,
         goes_on: bool = False,
     ) -> PreparedCall:
@@ -206,14 +205,13 @@ class PeerTransport:
 
         Args:
             width: elements of a position.
-            two_shot: force an all_reduce's way.
             signature: whatever else must be equal on all processes; it and the arguments above make up what they
                 compare in every launch.
             goes_on: the call is given accumulators.
 
         Raises:
             ValueError: what the transport cannot do: 2**31 positions, more than 32 outputs, more rows (of all, or of
-                one process) than there are virtual ranks, a two-shot of anything but a sum that every process gets.
+                one process) than there are virtual ranks.
         """
         workspace = self.set_up()
         sources = None if shapes.is_replicated(plan) else plan.sources
@@ -228,7 +226,6 @@ class PeerTransport:
             out_dtype,
             op,
             factor,
-            two_shot,
             signature,
             goes_on,
         )
@@ -237,7 +234,7 @@ class PeerTransport:
             message = shapes.describe_message(
                 plan, width, dtype.itemsize, out_dtype.itemsize, op == "copy", dtype.is_floating_point, goes_on
             )
-            shape = shapes.choose_shape(message, self.layout, two_shot)
+            shape = shapes.choose_shape(message, self.layout)
             codes = (_BYTES, _BYTES) if op == "copy" else (DTYPE_CODES[dtype], DTYPE_CODES[out_dtype])
             words = plan_words(
                 plan, message, shape, self.layout, workspace.addresses, self.rank, codes,
