@@ -274,7 +274,8 @@ def test_processes_that_see_different_data_are_refused(text: str, tmp_path: Path
 
 @pytest.mark.slow
 def test_torchrun_prints_the_hash_of_a_lone_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["train", "--train.parallel", "context", "--train.steps", "2", "--train.sequence_length", "300"]
+    sizes = ["--train.steps", "2", "--train.sequence_length", "120", "--model.width", "32", "--model.layers", "1"]
+    options = ["train", "--train.parallel", "context", *sizes]
     assert cli.main([*options, "--folder", str(tmp_path / "alone")]) == 0
     alone = capsys.readouterr().out
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "shardsum"]
