@@ -131,32 +131,14 @@ class Costs:
         """Of one step of such a call."""
         return self.latency_us if self.between_latency_us is None or not load.between else self.between_latency_us
 
-    def inside_us(self, load: Load) -> float:
-        """How long the busiest process's transfers inside its domain take."""
-        return max(*load.inside_out, *load.inside_in, 0) / self.wire_gbps / 1e3
-
-    def between_us(self, load: Load) -> float:
-        """How long transfers between domains take, by the busiest process or the busiest domain."""
-        own = max(*load.between_out, *load.between_in, 0) / (self.between_gbps or self.wire_gbps) / 1e3
-        shared = max(*load.domain_out, *load.domain_in, 0) / self.domain_gbps / 1e3 if self.domain_gbps else 0.0
-        return max(own, shared)
-
-    def host_us(self, load: Load) -> float:
-        """How long the CPUs of the busiest machine move bytes."""
-        return max(load.host_out) / self.host_gbps / 1e3 if self.host_gbps else 0.0
-
     def wire_us(self, load: Load) -> float:
-        """How long the busiest link takes."""
-        return max(self.inside_us(load), self.between_us(load), self.host_us(load))
-
-    def exchange_us(self, load: Load) -> float:
-        """The same of point-to-point transfers on GPUs, which copy what they send and what they receive."""
-        together = max(map(sum, zip(load.egress, load.ingress)))
-        return max(self.wire_us(load), together / self.exchange_gbps / 1e3 if self.exchange_gbps else 0.0)
-
-    def gather_us(self, load: Load) -> float:
-        """The same of an all_gather on GPUs."""
-        return max(self.wire_us(load), max(load.egress) / self.gather_gbps / 1e3 if self.gather_gbps else 0.0)
+        """How long the busiest link takes, or the CPUs of the busiest machine."""
+        return max(
+            _us(self.wire_gbps, *load.inside_out, *load.inside_in),
+            _us(self.between_gbps or self.wire_gbps, *load.between_out, *load.between_in),
+            _us(self.domain_gbps, *load.domain_out, *load.domain_in),
+            _us(self.host_gbps, *load.host_out),
+        )
 
     def flat_us(self, collectives: int, load: Load, memory_bytes: int) -> float:
         """The model's time for collectives that move ``load`` and a sum that reads ``memory_bytes``."""
@@ -167,11 +149,17 @@ class Costs:
         that moves one of ``gathered``, and what kernels do beside."""
         time = sum(each.microseconds(self.launch_us or 0.0, self.memory_gbps) for each in work)
         if exchanged is not None:
-            time += chunks * self.latency(exchanged) + self.exchange_us(exchanged)
+            both = _us(self.exchange_gbps, *map(sum, zip(exchanged.egress, exchanged.ingress)))
+            time += chunks * self.latency(exchanged) + max(self.wire_us(exchanged), both)
         if gathered is not None:
             latency = self.latency(gathered) if self.gather_latency_us is None else self.gather_latency_us
-            time += chunks * latency + self.gather_us(gathered)
+            time += chunks * latency + max(self.wire_us(gathered), _us(self.gather_gbps, *gathered.egress))
         return time
+
+
+def _us(gbps: float | None, *loads: int) -> float:
+    """How long the largest load takes; None: nothing."""
+    return max(loads, default=0) / gbps / 1e3 if gbps else 0.0
 
 
 def of_rows(

@@ -70,9 +70,7 @@ class Wire:
     anew in every call, for longer than NCCL takes to launch.
 
     Args:
-        group: the torch.distributed group whose processes exchange.
-        rank: this process's number in it.
-        world_size: how many they are.
+        group: the torch.distributed group whose processes exchange; ``rank`` is this one's number.
         timeout: the limit of a host wait (gloo; NCCL has its watchdog).
         headers: what tells messages apart. None: they are paired by something better than their order.
 
@@ -119,11 +117,8 @@ class Wire:
             self.headers.begin(step)
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Any:
-        """Start gathering ``mine`` of every process into ``out``, both contiguous, ``out`` G times as large.
-
-        Returns:
-            What :meth:`wait` takes, as all transfers.
-        """
+        """Start gathering ``mine`` of every process into ``out``, both contiguous, ``out`` G times as large. What is
+        returned :meth:`wait` takes, as of all transfers."""
         out, mine = as_bytes(out), as_bytes(mine)
         self.count(mine.numel() * (self.world_size - 1), 1, 1)
         return self._gather([out], [mine])
@@ -189,9 +184,6 @@ class Wire:
 
         NCCL runs the transfers of a communicator one behind the other on one stream. Two processes that each waited for
         the other's send first would never end.
-
-        Returns:
-            What :meth:`wait` takes for the whole batch.
         """
         batch, sends, receives = self._batch, self._sends, self._receives
         self._forget_batch()

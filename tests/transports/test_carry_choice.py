@@ -30,7 +30,8 @@ def test_a_load_tells_links_apart() -> None:
     assert load.inside == 5 and load.between == 10
     assert load.egress == (7, 7, 1, 0) and load.ingress == (1, 5, 7, 2)
     costs = Costs(1.0, 1.0, 1.0, between_gbps=0.007, domain_gbps=0.009)
-    assert costs.inside_us(load) == pytest.approx(0.005) and costs.between_us(load) == pytest.approx(1.0)
+    assert costs.wire_us(load) == pytest.approx(1.0)
+    assert replace(costs, wire_gbps=0.001).wire_us(load) == pytest.approx(5.0)
     assert costs.flat_us(3, load, 1000) == pytest.approx(3 + 1 + 1)
     assert replace(costs, host_gbps=0.007).flat_us(3, load, 1000) == pytest.approx(3 + 2 + 1)
 
