@@ -7,13 +7,12 @@ small Qwen2 with random weights learns this file, whose lines are the documents.
 so another number of processes is another sum, and another hash.
 """
 
-import os
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from small_training import Learned, digest, main, parser
 
 try:
     from transformers import DataCollatorWithFlattening, Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
@@ -21,7 +20,7 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f'train_trainer.py needs {error.name}: pip install "shardsum[models]"') from error
 
-from shardsum import ShardGroup, bits
+from shardsum import ShardGroup
 from shardsum.integrations.transformers_trainer import ContextParallelMixin
 
 
@@ -29,7 +28,7 @@ class PackedTrainer(ContextParallelMixin, Trainer):
     pass
 
 
-def train(folder: str, steps: int, on_gpu: bool = False) -> tuple[list[float], str]:
+def train(folder: str, steps: int, on_gpu: bool = False) -> Learned:
     """The loss of every step and the hash of the weights, the same on every process."""
     documents = [{"input_ids": [*line]} for line in Path(__file__).read_bytes().splitlines(keepends=True)]
     torch.manual_seed(0)
@@ -55,18 +54,13 @@ def train(folder: str, steps: int, on_gpu: bool = False) -> tuple[list[float], s
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, bits.digest(torch.cat([p.detach().flatten().cpu() for p in model.parameters()]))
+    return losses, digest([*model.parameters()])
+
+
+def learn(options: argparse.Namespace, device: str) -> Learned:
+    with tempfile.TemporaryDirectory() as folder:
+        return train(folder, options.steps, device == "cuda")
 
 
 if __name__ == "__main__":
-    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if "LOCAL_RANK" in os.environ:
-        if on_gpu:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if on_gpu else "gloo")
-    with tempfile.TemporaryDirectory() as folder:
-        losses, digest = train(folder, *map(int, sys.argv[1:] or [20]), on_gpu=on_gpu)
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"loss {losses[0]} at step 1, {losses[-1]} at step {len(losses)}; hash {digest[:16]}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    main(learn, parser("Train a small Qwen2 by transformers' Trainer.").parse_args())

@@ -105,7 +105,7 @@ class RankGenerators:
         Example:
             >>> y = checkpoint(layer, x, use_reentrant=False, context_fn=group.generators.checkpoint_contexts)
         """
-        return nullcontext(), _Replay(self, self.mark())
+        return nullcontext(), _Replay(self)
 
     def replayed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` for one call of torch.utils.checkpoint of either kind: its later calls replay the first one.
@@ -114,14 +114,6 @@ class RankGenerators:
             >>> y = checkpoint(group.generators.replayed(layer), x, use_reentrant=True)
         """
         return _Replayed(self, function)
-
-    def mark(self) -> dict[int, dict[str, Tensor]]:
-        """Where the streams are now, for :meth:`back_to`. No operator runs, so no mode of torch sees it."""
-        return dict(self._states)
-
-    def back_to(self, mark: Mapping[int, dict[str, Tensor]]) -> None:
-        """Go on from where the streams were at a :meth:`mark`."""
-        self._states = dict(mark)  # states are replaced, never written to
 
     def state_dict(self) -> dict[str, Tensor]:
         """``{"<virtual rank>.<device type>": uint8 state}`` of the hosted virtual ranks, as copies.
@@ -162,21 +154,20 @@ class RankGenerators:
 
 
 class _Replay:
-    """Inside, the streams go on from a mark; afterwards they are where they were. May be entered several times."""
+    """Inside, the streams go on from where they are when this is made; afterwards they are where they were. May be
+    entered several times. States are replaced, never written to, and no operator runs, so no mode of torch sees it."""
 
-    def __init__(self, generators: RankGenerators, mark: Mapping[int, dict[str, Tensor]]) -> None:
-        self._generators, self._mark = generators, mark
+    def __init__(self, generators: RankGenerators) -> None:
+        self._generators, self._start = generators, dict(generators._states)
         self._outside: list[tuple[dict[int, dict[str, Tensor]], bool]] = []
 
     def __enter__(self) -> None:
         generators = self._generators
-        self._outside.append((generators.mark(), generators._replaying))
-        generators.back_to(self._mark)
-        generators._replaying = True
+        self._outside.append((generators._states, generators._replaying))
+        generators._states, generators._replaying = dict(self._start), True
 
     def __exit__(self, *_: object) -> None:
-        streams, self._generators._replaying = self._outside.pop()
-        self._generators.back_to(streams)
+        self._generators._states, self._generators._replaying = self._outside.pop()
 
 
 class _Replayed:
@@ -186,7 +177,7 @@ class _Replayed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._replay is None:
-            self._replay = _Replay(self._generators, self._generators.mark())
+            self._replay = _Replay(self._generators)
             return self._function(*args, **kwargs)
         if torch._C._current_graph_task_id() == -1:
             raise RuntimeError(

@@ -381,23 +381,3 @@ def _other_device(rank: int, world_size: int) -> str:
 def test_refuses_another_device() -> None:
     for message in run_processes(_other_device, 2):
         assert "parameter weight is on meta, but the group works on cpu" in message
-
-
-def _draw(rank: int, world_size: int) -> dict[int, torch.Tensor]:
-    group = ShardGroup(4, placement="zigzag")
-    torch.manual_seed(rank)
-    drawn = {}
-    for v in group.virtual_ranks:
-        torch.rand(rank)
-        with group.rng(v):
-            drawn[v] = torch.rand(3)
-    return drawn
-
-
-def test_rng_depends_on_the_virtual_rank_alone() -> None:
-    alone = _draw(0, 1)
-    assert len({x.item() for t in alone.values() for x in t}) == 12
-    for found in run_processes(_draw, 2):
-        assert len(found) == 2
-        for v, drawn in found.items():
-            assert torch.equal(drawn, alone[v])
