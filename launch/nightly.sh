@@ -71,7 +71,7 @@ part() {  # name, command
 }
 
 leaks=("$PYTHON" -m pytest -q -s tests/test_leaks.py -k)
-part faults "$PYTHON" -m pytest -q tests/group tests/tools/test_checkpoint.py
+part faults "$PYTHON" -m pytest -q tests/group tests/tools/test_checkpoint.py tests/tools/test_folder.py
 part restarts "$PYTHON" -m pytest -q tests/tools/test_restarts.py
 part fuzz-local "$PYTHON" -m tests.fuzz --seed "$seed" --local 100000 --processes 0
 part fuzz-processes "$PYTHON" -m tests.fuzz --seed "$seed" --local 0 --processes 2000

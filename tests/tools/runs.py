@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sysconfig
 from pathlib import Path
@@ -18,6 +19,12 @@ def copy_text(folder: Path) -> str:
     for name in ("argparse.py", "heapq.py", "textwrap.py"):
         shutil.copy(Path(sysconfig.get_path("stdlib")) / name, folder)
     return str(folder)
+
+
+def children(parent: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return []
 
 
 def tiny(text: str, folder: Path, parallel: str = "context", **changes: object) -> RunConfig:

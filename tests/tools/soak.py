@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.tools.runs import copy_text
+from tests.tools.runs import children, copy_text
 
 ROOT = Path(__file__).parents[2]
 STEPS = 120
@@ -31,29 +31,13 @@ OPTIONS = (
 
 
 def command(processes: int, placement: str, folder: Path, text: str) -> list[str]:
-    train = [
-        "-m",
-        "shardsum",
-        "train",
-        *OPTIONS,
-        "--folder",
-        str(folder),
-        "--data",
-        text,
-        "--group.placement",
-        placement,
-    ]
+    train = ["-m", "shardsum", "train", *OPTIONS, "--folder", str(folder), "--data", text]
+    train += ["--group.placement", placement]
     if processes == 1:
         return [sys.executable, *train]
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--max-restarts=100"]
     launcher += random.choice([[], ["--standalone"]])
     return [sys.executable, *launcher, *train]
-
-
-def children(parent: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-    return []
 
 
 def one_run(processes: int, placement: str, folder: Path, text: str, kills: int) -> tuple[str, int]:

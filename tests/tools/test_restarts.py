@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shardsum.tools import launcher
 from shardsum.tools.train.interrupt import SIGNALS
+from tests.tools.runs import children
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--train.sequence_length", "120", "--train.save_every", "3", "--model.width", "32", "--model.layers", "1"]
@@ -30,11 +31,6 @@ def command(processes: int, *options: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-def children(parent: int) -> list[int]:
-    found = Path(f"/proc/{parent}/task/{parent}/children")
-    return [int(pid) for pid in found.read_text().split()] if found.exists() else []
 
 
 def metrics(folder: Path) -> int:
