@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from context_ways import Gather, Kernels, UserBatch
+from context_ways import BF16, Gather, Kernels, Layer
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardsum import ShardGroup, context_parallel_attention
 from shardsum.core import bits, reference
 from shardsum.core.layout import ExchangePlan, owners_of
 from shardsum.tools.bench.cases import packed_borders
 from shardsum.training.context_chunks import Chunk, plan_chunks
 
-BF16 = torch.bfloat16
 SEED = 14  # of the documents: of the draws that share_of_padded compares, one close to the mean in every case
 
 
@@ -38,33 +36,29 @@ def share_of_padded(size: int, mean: int, world_size: int, placement: str, seeds
     return shares
 
 
-class Case:
-    """Documents and a placement, with this process's q, k, v and cotangents in bf16, seeded by virtual rank.
+class Case(Layer):
+    """A layer of as many key heads as heads, and what is right for it.
 
     Gradients of keys and values go together, ``(rows, heads, 2 head_dim)``, as keys and values do.
     """
 
     def __init__(self, device: torch.device, borders: list[int], heads: int, head_dim: int, placement: str) -> None:
-        self.borders, self.size, self.placement = borders, borders[-1], placement
-        self.shape, self.device = (heads, head_dim), device
-        ranks = dist.get_world_size() * (2 if placement == "zigzag" else 1)
-        self.group = ShardGroup(ranks, placement=placement)
-        self.hosted, self.chunk = self.group.virtual_ranks, self.size // ranks
-        cp = self.group.context_parallel([self.chunk] * ranks, borders)
-        self.plans, self.chunks, self.user = cp.plan.everyone, cp.chunks, UserBatch(cp)
-        inputs = [self.random_inputs(r) for r in range(ranks)]
-        self.kv = torch.cat([torch.cat([k, v], -1) for _, k, v, _ in inputs])
-        self.qs, self.ks, self.vs = ([inputs[v][i].requires_grad_() for v in self.hosted] for i in range(3))
-        self.gs = [inputs[v][3] for v in self.hosted]
+        super().__init__(device, borders, dist.get_world_size(), placement, heads, heads, head_dim)
+        self.hosted, self.everyone, self.chunks = self.group.virtual_ranks, self.cp.plan.everyone, self.cp.chunks
+        self.placement = placement
+        for x in [x for xs in self.inputs for x in xs]:
+            x.requires_grad_()
+        self.qs, self.ks, self.vs = self.inputs
+        self.kv = self.whole([torch.cat(pair, -1) for pair in zip(self.ks, self.vs)])
 
-    def random_inputs(self, rank: int) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(rank)
-        shape = (self.chunk, *self.shape)
-        return [torch.randn(shape, generator=generator).to(BF16).to(self.device) for _ in range(4)]
+    def whole(self, chunks: Sequence[Tensor]) -> Tensor:
+        """All rows, from the hosted chunks."""
+        hosted = [x.detach() for x in chunks]
+        return self.cp.gather(hosted if len(hosted) > 1 else hosted[0])
 
     def own(self, whole: Tensor) -> list[Tensor]:
         """The hosted chunks of a tensor of S rows."""
-        return [whole[slice(*self.plans[v].owned)] for v in self.hosted]
+        return [whole[slice(*chunk.owned)] for chunk in self.chunks]
 
     def attend(self, kvs: Sequence[Tensor]) -> list[Tensor]:
         """Each hosted chunk against the keys and values it needs."""
@@ -79,7 +73,7 @@ class Case:
 
     def partials(self) -> list[Tensor]:
         """The gradients of what each hosted chunk needs, as its attention gives them: the input of the reduction."""
-        kvs = [self.kv[slice(*self.plans[v].needed)].clone().requires_grad_() for v in self.hosted]
+        kvs = [self.kv[slice(*chunk.needed)].clone().requires_grad_() for chunk in self.chunks]
         return list(torch.autograd.grad(self.attend(kvs), kvs, self.gs))
 
     # What is right
@@ -87,8 +81,8 @@ class Case:
     def exact_gradients(self) -> list[Tensor]:
         """By attention in float64, each process its own queries."""
         total = torch.zeros(self.kv.shape, dtype=torch.float64, device=self.device)
-        for v, q, g in zip(self.hosted, self.qs, self.gs):
-            for rows, keys in query_blocks(self.plans[v], 256):
+        for chunk, q, g in zip(self.chunks, self.qs, self.gs):
+            for rows, keys in query_blocks(chunk, 256):
                 kv = self.kv[slice(*keys)].double().requires_grad_()
                 out = plain_attention(q[rows].detach().double(), *kv.chunk(2, -1))
                 total[slice(*keys)] += torch.autograd.grad(out, kv, g[rows].double())[0]
@@ -98,21 +92,21 @@ class Case:
     def exact_sum(self, partials: Sequence[Tensor]) -> list[Tensor]:
         """The partial gradients added in float64."""
         total = torch.zeros(self.kv.shape, dtype=torch.float64, device=self.device)
-        for v, part in zip(self.hosted, partials):
-            total[slice(*self.plans[v].needed)] += part.double()
+        for chunk, part in zip(self.chunks, partials):
+            total[slice(*chunk.needed)] += part.double()
         dist.all_reduce(total)
         return self.own(total)
 
     def reference_sum(self, partials: Sequence[Tensor]) -> list[Tensor]:
         """The partial gradients added by the definition."""
         everyone = []
-        for r, plan in enumerate(self.plans):
+        for r, chunk in enumerate(self.everyone):
             own = r in self.hosted
-            row = partials[self.hosted.index(r)] if own else self.kv.new_empty(plan.keys, *self.kv.shape[1:])
+            row = partials[self.hosted.index(r)] if own else self.kv.new_empty(chunk.keys, *self.kv.shape[1:])
             dist.broadcast(row, self.group.owners[r])
             everyone.append(row)
-        wanted = [self.plans[v].owned for v in self.hosted]
-        return reference.exchange(everyone, [p.needed for p in self.plans], wanted, out_dtype=BF16)
+        wanted = [chunk.owned for chunk in self.chunks]
+        return reference.exchange(everyone, self.cp.plan.needed, wanted, out_dtype=BF16)
 
 
 def query_blocks(plan: Chunk, most: int) -> Iterator[tuple[slice, tuple[int, int]]]:
@@ -136,18 +130,14 @@ class Shardsum:
     """The adjoint of the exchange that brings K and V."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.keys, self.chunks = case, [p.needed for p in case.plans], [p.owned for p in case.plans]
+        self.case = case
 
     def reduce(self, partials: Sequence[Tensor]) -> list[Tensor]:
-        return self.case.group.exchange(list(partials), self.keys, self.chunks, size=self.case.size)
+        plan = self.case.cp.plan
+        return self.case.group.exchange(list(partials), plan.needed, plan.owned, size=plan.size)
 
     def step(self) -> list[Tensor]:
-        case = self.case
-        lengths = [case.chunk] * len(case.plans)
-        outs = context_parallel_attention(
-            case.qs, case.ks, case.vs, case.group, lengths=lengths, cu_seqlens=case.borders
-        )
-        return case.gradients(outs)
+        return self.case.gradients(self.case.one_call(*self.case.inputs))
 
     def verified(self, partials: Sequence[Tensor]) -> tuple[str, int, int]:
         """Make sure of the bits of both (attention must repeat its own for that: deterministic algorithms).
@@ -194,7 +184,7 @@ class TorchContextParallel:
         mesh = init_device_mesh(case.device.type, (dist.get_world_size(),))
         # The only way to ask for contiguous chunks; its "load balance" is the zigzag of two chunks a process.
         _attention._cp_options.enable_load_balance = case.placement == "zigzag"
-        q = torch.cat([case.random_inputs(r)[0] for r in range(len(case.plans))])
+        q = case.whole(case.qs)
         # Its buffers are whole, (1, heads, S, head_dim), and cut in place.
         self.inputs = [x.transpose(0, 1)[None].contiguous() for x in (q, *case.kv.chunk(2, -1))]
         self.grad = torch.cat(case.gs).transpose(0, 1)[None].contiguous()

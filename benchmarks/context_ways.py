@@ -74,7 +74,7 @@ class Layer:
         forward, then all backward, as those of a model."""
         attentions: dict[str, Callable[..., Sequence[Tensor]]] = {
             "shardsum": self.cp.attention,
-            "one call": self._one_call,
+            "one call": self.one_call,
             "user": self.user.attention,
             "SDPA a document": self._documents,
         }
@@ -87,7 +87,7 @@ class Layer:
         grads = torch.autograd.grad(outs, [x for xs in inputs for x in chain(*xs)], self.gs * len(inputs))
         return [*(o.detach() for o in outs), *grads]
 
-    def _one_call(self, *inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def one_call(self, *inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         options: dict[str, Any] = {"lengths": self.lengths, "cu_seqlens": self.borders}
         return context_parallel_attention(*inputs, self.group, **options)
 
@@ -153,13 +153,18 @@ class UserBatch:
         if self.group.world_size == len(grads) == 1:
             return list(grads)
         buffer = grads[0].new_zeros(self.size, *grads[0].shape[1:], dtype=dtype)
+        places = buffer.split(self.length)
         for grad, chunk in zip(grads, self.chunks):
-            buffer[slice(*chunk.needed)] += grad
+            begin, end = chunk.needed
+            if self.places == sorted(self.places):
+                buffer[begin:end] += grad
+                continue
+            for r in range(begin // self.length, -(-end // self.length)):
+                first, last = max(begin, r * self.length), min(end, (r + 1) * self.length)
+                rows = slice(first - r * self.length, last - r * self.length)
+                places[self.places[r]][rows] += grad[first - begin : last - begin]
         if self.group.world_size == 1:
-            return list(buffer.split(self.length))
-        if self.places != sorted(self.places):
-            chunks = buffer.split(self.length)
-            buffer = torch.cat([chunks[self.places.index(place)] for place in range(len(chunks))])
+            return list(places)
         if by_hand:
             received = torch.empty_like(buffer)
             dist.all_to_all_single(received, buffer)
