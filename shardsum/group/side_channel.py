@@ -26,7 +26,7 @@ from ..transports import Stamp, TaggedWire, stamp
 from ..transports.stamps import Step
 from ..transports.store import BoundedStore, StoreGone, within
 from ..transports.tagged import OutOfStep
-from ..transports.watch import Board, Guard
+from ..transports.watch import Board
 
 LONGEST_PAUSE_S = 0.02
 _BEAT_S = 1.0
@@ -150,7 +150,7 @@ class SideChannel:
             group = within(timeout.total_seconds() + 1, make, alone=True)
         except TimeoutError:
             raise RuntimeError(f"no connection with every process within {timeout.total_seconds():g} s") from None
-        self.wire = TaggedWire(group, timeout, Guard(self.name, self.board, elsewhere, condemn))
+        self.wire = TaggedWire(group, timeout, self.name, self.board, elsewhere, condemn)
 
     def gather_objects(self, value: Any, call: int) -> list[Any]:
         """Every process's ``value`` (small, picklable), by process. No process returns before all have called."""

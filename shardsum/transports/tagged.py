@@ -44,12 +44,23 @@ class TaggedWire(Wire):
     Args:
         group: the private ProcessGroupGloo.
         timeout: the limit of a wait.
-        guard: finds out why a transfer does not end before that limit.
+        name: of the wire among all of the program, the same on its processes.
+        board: where they publish what they wait for.
+        elsewhere: what else may be known of why the current exchange does not end. Called in another thread.
+        condemn: tells the other processes why this one gives the wire up. Likewise.
     """
 
-    def __init__(self, group: dist.ProcessGroupGloo, timeout: timedelta, guard: watch.Guard) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroupGloo,
+        timeout: timedelta,
+        name: str,
+        board: watch.Board,
+        elsewhere: Callable[[Step], str | None],
+        condemn: Callable[[Step, str], None],
+    ) -> None:
         super().__init__(group, group.rank(), group.size(), timeout)
-        self.guard = guard
+        self.name, self.board, self._elsewhere, self._condemn = name, board, elsewhere, condemn
         self._steps: list[Begun | None] = [None] * _HISTORY  # where they lie: number modulo _HISTORY
         self._waits: tuple[int, Begun] | None = None  # for which process, in what: a new object for every wait
         self._seen: tuple[int, Begun] | None = None  # the one at the last look
@@ -168,7 +179,7 @@ class TaggedWire(Wire):
             return RuntimeError(f"no answer from process {peer} within {self.timeout.total_seconds():g} s")
         if "closed" in str(error) or "reset" in str(error):
             with contextlib.suppress(StoreGone):
-                if (told := self.guard.board.told(self)) is not None:
+                if (told := self.board.told(self)) is not None:
                     return OutOfStep(told)
             return RuntimeError(f"the connection with process {peer} was closed")
         return error
@@ -187,22 +198,22 @@ class TaggedWire(Wire):
 
     def look(self) -> None:
         """Check the current wait, if it was the current one at the last check, too."""
-        guard, waits, now = self.guard, self._waits, time.monotonic()
+        waits, now = self._waits, time.monotonic()
         if waits is not self._seen or waits is None:
             self._seen, self._pause, self._next_look = waits, watch.TICK_S, now
             if self._published:
                 self._published = False
-                guard.board.publish()
+                self.board.publish()
             return
         if now < self._next_look or self._verdict is not None:
             return
         self._pause = min(2 * self._pause, watch.LONGEST_PAUSE_S)
         self._next_look = now + self._pause
         self._published = True
-        guard.board.publish()
+        self.board.publish()
         step = Step(*waits[1])
-        verdict = guard.board.find(self) or guard.elsewhere(step)
+        verdict = self.board.find(self) or self._elsewhere(step)
         if verdict is not None and self._waits is waits:
             self._verdict = verdict
-            guard.condemn(step, verdict)
+            self._condemn(step, verdict)
             self._close_connections()

@@ -20,15 +20,13 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from .store import LONGEST_EXIT_S, BoundedStore
 
 if TYPE_CHECKING:
-    from .stamps import Step
     from .tagged import TaggedWire
 
 TICK_S = 0.2
@@ -80,23 +78,6 @@ def _run() -> None:
         del wires, wire
 
 
-@dataclass(frozen=True)
-class Guard:
-    """What finds out why a wire's transfers do not end.
-
-    Attributes:
-        name: of the wire among all of the program, the same on its processes.
-        board: where they publish what they wait for.
-        elsewhere: what else may be known of why the current exchange does not end. Called in another thread.
-        condemn: tells the other processes why this one gives the wire up. Likewise.
-    """
-
-    name: str
-    board: Board
-    elsewhere: Callable[[Step], str | None]
-    condemn: Callable[[Step, str], None]
-
-
 class Board:
     """Where the processes of the program publish what they wait for.
 
@@ -115,9 +96,9 @@ class Board:
         with _lock:
             said = {}
             for wire in [*_wires]:
-                said[wire.guard.name] = state = wire.state()
+                said[wire.name] = state = wire.state()
                 if state["waits"] is not None:
-                    state["waits"][0] = wire.guard.board.ranks[state["waits"][0]]
+                    state["waits"][0] = wire.board.ranks[state["waits"][0]]
         self._store.set(str(self.ranks[self.rank]), json.dumps(said))
 
     def read(self, process: int) -> dict[str, Any]:
@@ -133,7 +114,7 @@ class Board:
         for p, rank in enumerate(self.ranks):
             if p == self.rank:
                 continue
-            for number, stamp, call, text in self.read(rank).get(wire.guard.name, {"steps": []})["steps"]:
+            for number, stamp, call, text in self.read(rank).get(wire.name, {"steps": []})["steps"]:
                 if number in mine and mine[number][:2] != (stamp, call):
                     sides = sorted([(self.rank, *mine[number][1:]), (p, call, text)])
                     told = ", ".join(f"process {q} is in {text} (call {call})" for q, call, text in sides)
@@ -144,7 +125,7 @@ class Board:
         """What another process has found of the wire's current exchange."""
         if (said := self._store.get(f"circle/{self.ranks[self.rank]}")) is not None:
             name, number, text = json.loads(said)
-            if (name, number) == (wire.guard.name, wire.step.number):
+            if (name, number) == (wire.name, wire.step.number):
                 return text
         return None
 

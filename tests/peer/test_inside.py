@@ -45,7 +45,7 @@ def groups_of_one_domain(rank: int, world_size: int) -> None:
     group, index = dist.group.WORLD, rank // 2
     assert group is not None
     first, second = constructed(group, 30), constructed(group, 0.2)
-    assert first.group is second.group and (first.group.rank, first.group.size) == (index, 2)
+    assert first.group is second.group and (first.group.rank(), first.group.size()) == (index, 2)
     assert first.owners == ((0, 1) if rank % 2 else (0, 1, 1))
     assert first.gather(rank) == second.gather(rank) == [rank % 2, rank % 2 + 2]
     if index == 0:  # the other one does not come

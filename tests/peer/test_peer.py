@@ -14,6 +14,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,18 +231,17 @@ def reduced(world_size: int, num_bytes: int, tuning: Tuning | None = None, rows:
     return peer_plan.choose_shape(m, layout_of(world_size, rows, 256 << 20, tuning=tuning)).two_shot
 
 
-def unused(owners: tuple[int, ...]) -> PeerTransport:
+def unused(owners: tuple[int, ...], world_size: int) -> PeerTransport:
     """One that is asked for predictions alone."""
-    group: Any = None
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: world_size)
     return PeerTransport(group, owners, torch.device("cpu"), timeout=1.0, gather=lambda value: [value])
 
 
 @pytest.mark.parametrize("world_size, rows", [(2, 1), (2, 8), (4, 1), (4, 2), (8, 1)])
 def test_what_is_predicted_is_what_is_launched(world_size: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardsum.transports.peer.transport.available", lambda *args: None)
-    monkeypatch.setattr("shardsum.transports.peer.transport.place_in", lambda group: (0, world_size))
     owners = owners_of(world_size * rows, world_size, "contiguous")
-    peers = unused(owners)
+    peers = unused(owners, world_size)
     limit = Tuning().push_limit(world_size)
     layout = layout_of(world_size, rows, 64 << 20)
     for size in (1 << 10, limit, limit + 1024, 64 << 20):
@@ -259,8 +259,7 @@ def test_bytes_that_are_predicted_are_those_that_travel(monkeypatch: pytest.Monk
 
     def predicted(world_size: int, owners: tuple[int, ...], size: int, move: bool = False) -> Any:
         monkeypatch.setattr("shardsum.transports.peer.transport.available", lambda *args: None)
-        monkeypatch.setattr("shardsum.transports.peer.transport.place_in", lambda group: (0, world_size))
-        peers = unused(owners)
+        peers = unused(owners, world_size)
         sinks = intervals_of(split_evenly(size, len(owners)))
         plan = ExchangePlan(((0, size),) * len(owners), owners, tuple(sinks), owners, world_size)
         return peers.predict(plan, 1, 2, 2, move)

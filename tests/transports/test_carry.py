@@ -115,8 +115,8 @@ def sums(rank: int, world: int, seeds: list[int], together: bool) -> list[str]:
     native.load()
     store, limit = dist.PrefixStore("carry", _get_default_store()), timedelta(seconds=30)
     board = watch.Board(BoundedStore.clone(store, 30), range(world), rank)
-    guard = watch.Guard("carry", board, lambda step: None, lambda step, verdict: None)
-    wire, wrong = TaggedWire(dist.ProcessGroupGloo(store, rank, world, limit), limit, guard), []
+    group, wrong = dist.ProcessGroupGloo(store, rank, world, limit), []
+    wire = TaggedWire(group, limit, "carry", board, lambda step: None, lambda step, verdict: None)
     for seed in seeds:
         plan, dtype, reduce, features = problem(seed, world)
         exchange = plan.plan

@@ -15,8 +15,9 @@ from shardsum.transports import Stamp, TaggedWire, tagged
 def test_near_exchanges_of_one_stamp_share_no_tag(base: int) -> None:
     """Neither those of collectives nor those of chunks, with up to 5,000 transfers an exchange."""
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    guard: Any = SimpleNamespace()
-    wire, stamp, modulus = TaggedWire(group, timedelta(1), guard), Stamp(base, "sum"), 1 << 31
+    board: Any = SimpleNamespace()
+    wire = TaggedWire(group, timedelta(1), "", board, lambda step: None, lambda step, verdict: None)
+    stamp, modulus = Stamp(base, "sum"), 1 << 31
 
     def tags(number: int, call: int) -> int:
         wire._step = (number - 1, stamp, 0)

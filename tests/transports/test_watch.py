@@ -38,9 +38,7 @@ def state(begun: int, waits_for: int | None = None, threads: bool = False) -> di
 def test_a_circle_is_named_only_where_it_is_certain(mine: Any, theirs: Any, is_circle: bool) -> None:
     store = BoundedStore(dist.HashStore(), 5)
     board = watch.Board(store, (0, 1), 0)
-    wire: Any = SimpleNamespace(
-        guard=SimpleNamespace(name="a"), state=lambda: mine["a"], step=SimpleNamespace(number=3)
-    )
+    wire: Any = SimpleNamespace(name="a", state=lambda: mine["a"], step=SimpleNamespace(number=3))
     for _ in range(3):
         store.set("0", json.dumps(mine))
         store.set("1", json.dumps(theirs))

@@ -31,17 +31,23 @@ class Members:
     """
 
     def __init__(self, store: BoundedStore, name: str, rank: int, size: int) -> None:
-        self.name, self.rank, self.size = name, rank, size
+        self.name, self._rank, self._size = name, rank, size
         self._store = store.raw()
         self._registered: Any = None
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
 
     def register(self) -> None:
         """Let torch's symmetric memory find these processes by their name. It asks a group for its store alone."""
         c10d: Any = torch._C._distributed_c10d
         if self._registered is None:
-            self._registered = c10d.ProcessGroup(self._store, self.rank, self.size)
+            self._registered = c10d.ProcessGroup(self._store, self._rank, self._size)
             c10d._register_process_group(self.name, self._registered)
-            c10d._SymmetricMemory.set_group_info(self.name, self.rank, self.size, self._store)
+            c10d._SymmetricMemory.set_group_info(self.name, self._rank, self._size, self._store)
 
 
 def gather_in(store: BoundedStore, rank: int, size: int, limit: float) -> Callable[[Any], list[Any]]:
@@ -73,10 +79,3 @@ def gather_in(store: BoundedStore, rank: int, size: int, limit: float) -> Callab
 
 #: What a peer transport is made for.
 Group = dist.ProcessGroup | Members
-
-
-def place_in(group: Group) -> tuple[int, int]:
-    """This process's number in the group, and how many there are."""
-    if isinstance(group, Members):
-        return group.rank, group.size
-    return dist.get_rank(group), dist.get_world_size(group)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...native import loader as native
-from .members import Group, Members, place_in
+from .members import Group, Members
 
 Gather = Callable[[Any], list[Any]]
 _TEST_WORDS = 512
@@ -50,7 +50,7 @@ def available(group: Group, device: torch.device, gather: Gather) -> str | None:
     if len(places) < 2:
         return "one process has no peers"
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    mine, reads = places[place_in(group)[0]], torch.cuda.can_device_access_peer
+    mine, reads = places[group.rank()], torch.cuda.can_device_access_peer
     verdicts = gather(unreachable(mine, places, visible, shares_gpus(), reads))
     return next((f"process {process}: {verdict}" for process, verdict in enumerate(verdicts) if verdict), None)
 
@@ -105,7 +105,7 @@ class SymmetricMemory:
     def __init__(self, num_bytes: int, group: Group, device: torch.device, gather: Gather) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
-        rank, world_size = place_in(group)
+        rank, world_size = group.rank(), group.size()
         sizes, made = zip(*gather((num_bytes, SymmetricMemory.made)))
         if len(set(sizes)) > 1:
             raise ValueError(f"symmetric memory: processes ask for different sizes: {list(sizes)} bytes")

@@ -34,7 +34,7 @@ from .layout import (
     choose_regions,
     default_staging,
 )
-from .members import Group, place_in
+from .members import Group
 from .memory import Gather, available, gather_objects, shares_gpus
 from .operators import DTYPE_CODES
 from .prepared import PreparedCall, plan_words
@@ -83,7 +83,7 @@ class PeerTransport:
         gather: Gather | None = None,
     ) -> None:
         self._group, self.owners, self.device = group, tuple(owners), device
-        self.rank, self.world_size = place_in(group)
+        self.rank, self.world_size = group.rank(), group.size()
         self.timeout, self.tuning = timeout, tuning or Tuning()
         self._bytes, self._gather = (workspace_bytes, staging_bytes), gather or gather_objects(group)
         self._workspace: Workspace | None = None

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from .layout import Regions
-from .members import Group, place_in
+from .members import Group
 from .memory import Gather, SymmetricMemory
 from .prepared import Addresses
 
@@ -38,7 +38,7 @@ class Workspace:
 
     def __init__(self, group: Group, device: torch.device, regions: Regions, gather: Gather) -> None:
         self.regions, self.users = regions, 0
-        self._rank, self._group, self._device = place_in(group)[0], ref(group), device
+        self._rank, self._group, self._device = group.rank(), ref(group), device
         self._memory = SymmetricMemory(regions.total_bytes, group, device, gather)
         self._memory.local[regions.inbox_at :].fill_(255)  # empty words: csrc/peer/words.cuh
         self._control = torch.zeros(4, dtype=torch.int32, device=device)
