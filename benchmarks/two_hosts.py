@@ -33,6 +33,7 @@ from shardsum.core import bits, reference
 from shardsum.core.layout import intervals_of, split_evenly
 from shardsum.group.routes import best_of
 from shardsum.tools.bench.calibrate import calibrate
+from shardsum.tools.bench.cases import held_by
 from shardsum.tools.bench.timing import host_seconds, sampler, turns
 from shardsum.transports import costs
 from shardsum.transports.domains import host
@@ -93,10 +94,6 @@ def hosts(device: str, members: int) -> list[str]:
     return found
 
 
-def lengths_of(profile: str, ranks: int, size: int) -> list[int]:
-    return [size * (r + 1) // ranks if profile == "causal" else size for r in range(ranks)]
-
-
 def compare(name: str, got: object, wanted: list[torch.Tensor]) -> None:
     """AssertionError unless the results of this process have the bits that are wanted."""
     results = got if isinstance(got, list) else [got]
@@ -123,7 +120,8 @@ class Bench:
 
     def case(self, name: str, profile: str, ranks: int, size: int) -> None:
         """Verify and time one collective."""
-        args, lengths = self.args, lengths_of(profile, ranks, size)
+        args, held = self.args, held_by(profile, ranks, size)
+        lengths = [end for _, end in held]
         shards = [
             torch.randn(n, args.width, generator=torch.Generator(self.device).manual_seed(r), device=self.device).to(
                 torch.bfloat16
@@ -131,7 +129,7 @@ class Bench:
             for r, n in enumerate(lengths)
         ]
         sinks = [(0, size)] if name == "all_reduce" else intervals_of(split_evenly(size, ranks))
-        want = reference.exchange(shards, [(0, n) for n in lengths], sinks, out_dtype=torch.bfloat16)
+        want = reference.exchange(shards, held, sinks, out_dtype=torch.bfloat16)
         transports = ("gather", "all_to_all", "carry") if self.device == "cuda" else ("all_to_all", "carry")
         setting = {"costs": self.table, "domains": self.domains, "device": self.device}
         groups = {t: ShardGroup(ranks, transport=t, **setting) for t in transports}

@@ -143,6 +143,11 @@ def gather_texts(group: ShardGroup, text: str) -> list[str]:
     return [json.loads(part) for part in gathered.splitlines()]
 
 
+def from_first(group: ShardGroup, make: Callable[[], str]) -> str:
+    """What ``make`` gives on process 0, on every process; its ValueError or OSError likewise. Collective."""
+    return gather_texts(group, on_all(group, lambda: make() if group.rank == 0 else ""))[group.owners.index(0)]
+
+
 def on_all(group: ShardGroup, act: Callable[[], T]) -> T:
     """Run ``act`` on every process; if it fails on any, the same error is raised on all of them. Collective.
 

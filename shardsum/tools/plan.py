@@ -36,7 +36,7 @@ from ..group.routes import Route, Router, best_of
 from ..group.terms import Reduce
 from ..transports import costs as cost_tables
 from ..transports.domains import Domains
-from .bench.cases import packed_documents
+from .bench.cases import held_by, packed_documents
 from .pictures import new_figure
 
 TRANSPORTS = ("gather", "all_to_all", "carry")
@@ -125,10 +125,8 @@ class Prediction:
 
 def held(lengths: str, ranks: int, size: int) -> list[Interval]:
     """What every virtual rank holds. ValueError for an unknown form, or a file of other numbers."""
-    if lengths == "full":
-        return [(0, size)] * ranks
-    if lengths == "causal":
-        return [(0, size * (r + 1) // ranks) for r in range(ranks)]
+    if lengths in ("full", "causal"):
+        return held_by(lengths, ranks, size)
     if lengths.startswith("documents:"):
         mean = lengths.removeprefix("documents:")
         if not mean.isdecimal() or int(mean) < 1:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.numerics import check_op
-from .replicas import M, Replicas
+from .replicas import LOW, M, Replicas
 
 if TYPE_CHECKING:
     from ..group.group import CollectiveGroup
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 #: Gradients travel in flat buffers of about this size. The results' bits do not depend on it.
 BUCKET_BYTES = 25 * 2**20
 _WORD = 62  # bits of a parameter bitmap in one signed 64-bit integer
-_LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def _buckets(parameters: dict[str, nn.Parameter], unrounded: set[str], accumulat
     kinds: dict[tuple[torch.dtype, torch.dtype, torch.device], list[str]] = {}
     for name, p in parameters.items():
         wire = torch.float32 if name in unrounded else p.dtype
-        result = torch.float32 if accumulate and p.dtype in _LOW else p.dtype
+        result = torch.float32 if accumulate and p.dtype in LOW else p.dtype
         kinds.setdefault((wire, result, p.device), []).append(name)
     for kind, names in kinds.items():
         bucket, filled = _Bucket(*kind), 0
@@ -105,7 +104,7 @@ def _deliver(replicas: Replicas[M], bucket: _Bucket, handle: Any, accumulate: bo
         p, part = parameters[name], part.view(parameters[name].shape)
         if not accumulate:
             p.grad = torch.empty_like(p).copy_(part)
-        elif p.dtype not in _LOW:
+        elif p.dtype not in LOW:
             p.grad = torch.empty_like(p).copy_(part) if p.grad is None else p.grad.add_(part)
         else:
             total = _total(replicas, name, p)

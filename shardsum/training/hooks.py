@@ -47,11 +47,11 @@ from ..core.words import Op
 from . import block_wire
 from .block_wire import BlockScaledAllReduce
 from .fsdp import FSDPReduceScatter, check_wire_dtype
+from .replicas import LOW
 from .shard_group import ShardGroup
 
 __all__ = ["FSDPReduceScatter", "HookState", "ddp_comm_hook"]
 
-_LOW = (torch.float16, torch.bfloat16)
 _Reduction = Callable[[Tensor], Tensor]
 
 
@@ -118,7 +118,7 @@ class HookState:
             yield
         self._accumulating = True
         for p in model.module.parameters():
-            if p.grad is not None and p.dtype in _LOW:
+            if p.grad is not None and p.dtype in LOW:
                 total = self._totals.get(p)
                 self._totals[p] = p.grad.float() if total is None else total.add_(p.grad)
                 p.grad = None
@@ -140,7 +140,7 @@ class HookState:
     def reduce(self, bucket: dist.GradBucket) -> Tensor:
         """The reduced bucket, with the gradients of micro-batches before."""
         buffer = rows = bucket.buffer()
-        if self._accumulating and buffer.dtype in _LOW:
+        if self._accumulating and buffer.dtype in LOW:
             rows = buffer.float()
             for p, grad in zip(bucket.parameters(), bucket.gradients()):
                 total = self._totals.pop(p, None)

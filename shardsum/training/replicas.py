@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ..group.plan import Plan
 
 M = TypeVar("M", bound=nn.Module)
+#: Dtypes of parameters whose gradients of several backward passes are added in float32.
+LOW = (torch.float16, torch.bfloat16)
 
 
 class Replicas(Sequence[M]):
@@ -74,7 +76,7 @@ class Replicas(Sequence[M]):
             self._replicas.append(copy.deepcopy(module, memo))
             self._aliases.append(aliases)
             for name, alias in aliases.items():
-                if alias.dtype in (torch.float16, torch.bfloat16) and alias.requires_grad:
+                if alias.dtype in LOW and alias.requires_grad:
                     alias.grad_dtype = torch.float32
                     alias.register_post_accumulate_grad_hook(partial(_count_pass, self._passes, (i, name)))
 

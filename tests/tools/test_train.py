@@ -200,19 +200,13 @@ def test_the_same_hash_on_any_number_of_processes(
     assert result.hash == alone[parallel].hash
 
 
-def test_the_same_hash_after_one_and_after_fifty_steps(text: str, tmp_path: Path) -> None:
-    several = ((2, "contiguous"), (3, "zigzag"), (4, "contiguous"), (4, "zigzag"))
-    for steps, launches in ((1, several), (50, several[1:3])):
-        changes = {"steps": steps, "accumulation": 1, "sequence_length": 60}
-
-        def smallest(name: str, **more: object) -> RunConfig:
-            config = tiny(text, tmp_path / f"{name}-{steps}", "context", **changes, **more)  # noqa: B023
-            return dataclasses.replace(config, model=SMALLEST)
-
-        alone = train_processes(smallest("alone"), 1).hash
-        for world_size, placement in launches:
-            config = smallest(f"{placement}-{world_size}", placement=placement)
-            assert train_processes(config, world_size).hash == alone, (steps, world_size, placement)
+def test_the_same_hash_after_fifty_steps(text: str, tmp_path: Path) -> None:
+    hashes = set()
+    for world_size, placement in ((1, "contiguous"), (3, "zigzag"), (4, "contiguous")):
+        changes = {"steps": 50, "accumulation": 1, "sequence_length": 60, "placement": placement}
+        config = tiny(text, tmp_path / f"of-{world_size}", "context", **changes)
+        hashes.add(train_processes(dataclasses.replace(config, model=SMALLEST), world_size).hash)
+    assert len(hashes) == 1
 
 
 @pytest.mark.parametrize(("parallel", "world_sizes"), [("context", [1, 3]), ("documents", [3])])

@@ -48,10 +48,8 @@ def lengths_of(case: Case) -> list[int]:
     random: drawn from a distribution over [0, size] with mean ``fill``, one from each R-th part of it, shuffled.
     """
     size, count = case.size, case.num_ranks
-    if case.profile == "full":
-        return [size] * count
-    if case.profile == "causal":
-        return [(r + 1) * size // count for r in range(count)]
+    if case.profile in ("full", "causal"):
+        return [end for _, end in held_by(case.profile, count, size)]
     if case.profile == "skewed":
         return [size if r == count // 2 else min(size, SKEWED_ROWS) for r in range(count)]
     if case.profile == "seed":
@@ -131,3 +129,13 @@ def packed_borders(size: int, mean: int, seed: int = 0) -> list[int]:
 def packed_documents(count: int, size: int, mean: int) -> list[Interval]:
     """Per even chunk, the interval from the start of its oldest document to its end."""
     return [chunk.needed for chunk in plan_chunks(split_evenly(size, count), packed_borders(size, mean))]
+
+
+def held_by(profile: str, count: int, size: int) -> list[Interval]:
+    """The rows of a padded buffer that each virtual rank holds: full, even, uneven, causal, zigzag or documents."""
+    if profile == "documents":
+        return packed_documents(count, size, max(1, size // 16))
+    if profile in ("causal", "zigzag"):
+        return [(0, size * (r + 1) // count) for r in range(count)]
+    most, spread = {"full": (1.0, 0.0), "even": (0.5, 0.0), "uneven": (0.7, 0.4)}[profile]
+    return [(0, round(size * (most - spread * r / max(1, count - 1)))) for r in range(count)]

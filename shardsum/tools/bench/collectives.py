@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core import reference
-from ...core.layout import Interval, intervals_of, owners_of, split_evenly
+from ...core.layout import intervals_of, owners_of, split_evenly
 from ...core.words import Placement, TransportName
 from ...training.shard_group import ShardGroup
 from .buffers import rotation
-from .cases import packed_documents
+from .cases import held_by
 from .jobs import Bench, Job, Variant, first_line, rounding
 from .symmetric import Symmetric
 from .timing import sampler
@@ -80,16 +80,6 @@ def full(device: str) -> list[Case]:
             cases += _cases(n, "even", "uneven", "documents")
     cases += _cases(sizes[-1], "causal", "zigzag")
     return [*cases, *(Case(bytes=sizes[-1], profile=p, operation="all_gather") for p in ("full", "uneven"))]
-
-
-def held_by(profile: Profile, count: int, size: int) -> list[Interval]:
-    """The rows of the padded buffer that each virtual rank holds."""
-    if profile == "documents":
-        return packed_documents(count, size, max(1, size // 16))
-    if profile in ("causal", "zigzag"):
-        return [(0, size * (r + 1) // count) for r in range(count)]
-    shares = {"full": (1.0, 0.0), "even": (0.5, 0.0), "uneven": (0.7, 0.4)}[profile]
-    return [(0, round(size * (shares[0] - shares[1] * r / max(1, count - 1)))) for r in range(count)]
 
 
 class Suite:

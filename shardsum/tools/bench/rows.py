@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -190,11 +191,6 @@ def environment(*program: str) -> dict[str, Any]:
 
 def cpu_name() -> str:
     """The processor's name with family, model and largest cache, as Linux knows them."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.processor()
-    fields = dict(line.split("\t", 1) for line in info.read_text().split("\n\n")[0].splitlines() if "\t" in line)
-    fields = {k.strip(): v.strip(" \t:") for k, v in fields.items()}
-    name = fields.get("model name", platform.machine())
-    family, model = fields.get("cpu family"), fields.get("model")
-    return f"{name} family {family} model {model}, cache {fields.get('cache size', 'unknown')}"
+    known = dict(re.findall(r"^(.+?)\s*: (.+)$", Path("/proc/cpuinfo").read_text().split("\n\n")[0], re.MULTILINE))
+    family, model, cache = (known.get(name, "unknown") for name in ("cpu family", "model", "cache size"))
+    return f"{known.get('model name', platform.machine())} family {family} model {model}, cache {cache}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ...training.shard_group import ShardGroup
-from ..launcher import gather_texts, launch_name, on_all, under_launcher
+from ..launcher import from_first, gather_texts, launch_name, on_all, under_launcher
 from . import checkpoint
 from .checkpoint import Checkpoint
 from .config import RunConfig
@@ -43,8 +43,7 @@ def choose_folder(group: ShardGroup, config: RunConfig) -> Path | None:
     fails, one that its restarts find again. None: a new one. Collective."""
     if config.folder is not None:
         return Path(config.folder)
-    name = on_all(group, lambda: launch_name() or "" if group.rank == 0 else "")
-    name = gather_texts(group, name)[group.owners.index(0)]
+    name = from_first(group, lambda: launch_name() or "")
     return Path("runs") / name if name else None
 
 
@@ -91,12 +90,10 @@ def open_folder(group: ShardGroup, path: Path | None) -> RunFolder:
     """
 
     def claim() -> str:
-        if group.rank != 0:
-            return ""
         folders.append(RunFolder(path or new_folder(Path("runs"))))
         folders[0].claim()
         return str(folders[0].path)
 
     folders: list[RunFolder] = []
-    name = gather_texts(group, on_all(group, claim))[group.owners.index(0)]
+    name = from_first(group, claim)
     return folders[0] if folders else RunFolder(Path(name))
