@@ -63,14 +63,11 @@ class Agreement(Failures):
             native.load()
 
     def connect(self, slots: int, device: torch.device) -> Wire | None:
-        """Open the side channel. Called once the processes have agreed that they construct the same group.
+        """Open the side channel, once the processes have agreed that they construct the same group; returns what data
+        moves on: for shards on the CPU the side channel's own wire, else one on the user's process group.
 
         Args:
             slots: how many values :meth:`gather_values` moves in its one all_gather, of any call.
-            device: where shards live.
-
-        Returns:
-            What data moves on. On the CPU it is the side channel's own, else the user's process group.
         """
         self._slots = slots
         if self._group is None or self.world_size == 1:
@@ -87,7 +84,7 @@ class Agreement(Failures):
         return wire
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every process's ``value`` (small, picklable), by process. No process returns before all have called."""
+        """As :meth:`.SideChannel.gather_objects`."""
         try:
             return self.side.gather_objects(value, self.call)
         except RuntimeError as error:
@@ -135,11 +132,8 @@ class Agreement(Failures):
         return statements
 
     def refuse(self, name: str, error: Exception, counted: bool = False) -> ValueError:
-        """State this process's own error, so that the others raise it too; returns what to raise.
-
-        Args:
-            counted: the others call :meth:`gather_values`, as with lengths of form (b); else this returns at once.
-        """
+        """State this process's own error, so that the others raise it too; returns what to raise. ``counted``: the
+        others call :meth:`gather_values`, as with lengths of form (b); else this returns at once."""
         if self.world_size == 1:
             return common_error(str(error))
         self._state(name, {}, str(error))
@@ -149,15 +143,8 @@ class Agreement(Failures):
         return common_error(f"{name}: process {self.rank}: {error}")
 
     def gather_values(self, name: str, signature: Signature, values: Sequence[int], most: int) -> list[list[int]]:
-        """Every process's ``values``, in a small all_gather with the signature's hash; what is too long for it follows.
-
-        Args:
-            values: ints of 63 bits; their number may differ.
-            most: how many they are at most.
-
-        Raises:
-            ValueError, RuntimeError: as :meth:`agree`.
-        """
+        """Every process's ``values``, ints of 63 bits, ``most`` of them at the most, in a small all_gather with the
+        signature's hash; what is too long for it follows. Errors as of :meth:`agree`."""
         if self.world_size == 1:
             return [list(values)]
         signature = {**signature, "number of values": most}

@@ -1,10 +1,7 @@
 """Runs exchanges between the processes of a group. What can be decided once is decided in :meth:`Executor.prepare`.
 
-A prepared exchange takes the hosted shards and fills one result a hosted sink. There is one class for each way that
-rows travel: :class:`OneShot` (every transport that yields rows), :class:`TwoShot` (a sum that every process wants, over
-all_to_all), :class:`OverPeers` (one launch that moves and sums), :class:`Carried` (accumulators travel, not rows). All
-add the same rows in the same order with the same kernels, so their bits are equal. While a chunk is summed, the next
-one travels.
+There is one prepared exchange for each way that rows travel. All add the same rows in the same order with the same
+kernels, so their bits are equal.
 """
 
 from __future__ import annotations
@@ -40,9 +37,7 @@ class Executor:
 
     Args:
         owners: the process of every virtual rank.
-        rank: this process.
-        wire: how bytes travel; None for a lone process.
-        router: chooses how.
+        wire: None for a lone process.
         calls: knows the numbers of the current call.
         inside: the peer transport of this process's domain, where processes can map each other's memory inside each
             domain alone. Its ``reason`` is None.
@@ -109,7 +104,7 @@ class Executor:
 
 
 class OneShot(Prepared):
-    """Every process gets the rows that its sinks need and reduces them."""
+    """Every process gets the rows that its sinks need and reduces them: every transport that yields rows."""
 
     def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route) -> None:
         super().__init__(executor, terms, plan, route)
@@ -135,8 +130,8 @@ class OneShot(Prepared):
 
 
 class TwoShot(Prepared):
-    """Process p reduces the p-th part of every chunk, then one all_gather shares the reduced parts; or transfers that
-    cross to every domain once (``by_domain``)."""
+    """A sum that every process wants, over all_to_all: process p reduces the p-th part of every chunk, then one
+    all_gather shares the reduced parts; or transfers that cross to every domain once (``by_domain``)."""
 
     def __init__(self, executor: Executor, terms: Terms, plan: ExchangePlan, route: Route, by_domain: bool) -> None:
         super().__init__(executor, terms, plan, route)

@@ -28,7 +28,7 @@ class Stats:
     """Bytes of the last collective.
 
     Attributes:
-        route: the transport taken, and the bytes that every process sends and receives by its plan.
+        route: the transport taken, and what every process sends and receives by its plan.
         sent, received: bytes this process handed to and took from the backend; 0 for peer, whose kernels move rows.
     """
 

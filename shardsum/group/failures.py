@@ -39,7 +39,7 @@ class Failures:
     """The part of an :class:`~.agreement.Agreement` that ends a group.
 
     Args:
-        group: the torch.distributed group, or None for a lone process.
+        group: None for a lone process.
         timeout: how long a process waits for the others.
 
     Attributes:

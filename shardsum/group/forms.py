@@ -67,12 +67,8 @@ def stack(shards: list[Tensor]) -> Tensor:
 
 
 class Tensors:
-    """What the calls of one plan take on this process.
-
-    Args:
-        bounds: ``(begin, length)`` of every hosted source.
-        sinks: intervals of the hosted sinks.
-    """
+    """What the calls of one plan take on this process: ``bounds`` ``(begin, length)`` are those of the hosted sources,
+    ``sinks`` intervals of the hosted sinks."""
 
     def __init__(
         self, planner: Planner, terms: Terms, bounds: Sequence[tuple[int, int]], sinks: Sequence[Interval]

@@ -72,8 +72,6 @@ class Job:
 
 
 def start_on_cpu(planner: Planner, name: str, job: Job, deliver: Callable[[list[Tensor]], Any]) -> Handle[Any]:
-    """The handle of a job whose first transfers have started."""
-
     def complete() -> list[Tensor]:  # perhaps in a later call of the group
         try:
             return job.result()

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 def launch(planner: Planner, bound: Tensor, single: bool, shards: Any, out: Any) -> Tensor | list[Tensor] | None:
     """The result of a plain call, of a list of shards one a hosted sink; None, and nothing has happened, where anything
-    is unusual.
-
-    Args:
-        bound, single: the plan of the operators (:meth:`.executor.OverPeers.bind`).
-    """
+    is unusual. ``bound`` and ``single`` are of :meth:`.Prepared.bind`."""
     several = type(shards) is list
     if planner.always_agrees or forward_ad._current_level >= 0 or (out is not None if several else not single):
         return None

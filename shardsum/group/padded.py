@@ -2,10 +2,9 @@
 
 Lengths travel with the rows (behind them in the gathered buffer, or with the peers' flags) and are never read by the
 host. Every source starts at position 0. The gradient brings every source the whole cotangent; its length then selects.
-
-    shardsum::exchange_padded  x (k, S_MAX, *F), lengths (k,) -> one tensor per hosted sink, then all lengths (R',)
-
-is the registered operator; eager calls go through :class:`PaddedExchange`.
+Compiled code calls the registered operator ``shardsum::exchange_padded``, eager calls go through
+:class:`PaddedExchange`. Both take x ``(k, S_MAX, *F)`` and lengths ``(k,)`` and return one tensor a hosted sink, then
+all lengths ``(R',)``.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 
 
 class PreparedPadded(Prepared):
-    """One such exchange."""
-
     def __init__(self, executor: Executor, terms: Terms) -> None:
         plan = executor.layout(terms)
         super().__init__(executor, terms, plan, _route(executor, terms, plan))
@@ -145,8 +142,6 @@ def sum_padded_part(rows: Tensor, lengths: Tensor, wanted: Interval, reduce: Red
 
 
 class PaddedExchange(torch.autograd.Function):
-    """``PaddedExchange.apply(plan, x, lengths)``: the results of a plan with device lengths, then all lengths."""
-
     @staticmethod
     def forward(ctx: Any, plan: Plan, x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         outs = plan.run_recorded([x, lengths])
@@ -217,7 +212,6 @@ def _select(terms: Terms, whole: list[Tensor], lengths: Tensor, all_lengths: Ten
 
 
 def exchange_padded(x: Tensor, lengths: Tensor, terms: Terms, group: str) -> list[Tensor]:
-    """The registered operator; its last result are all lengths."""
     return torch.ops.shardsum.exchange_padded(x, lengths, flatten(terms.sinks), *tail_of(terms, group))
 
 

@@ -45,7 +45,6 @@ class Plan(Generic[R]):
     Attributes:
         terms: what is computed.
         bounds: ``(begin, length)`` in global positions of every hosted source.
-        tensors: takes and checks the tensors of a call.
 
     Example:
         >>> group = ShardGroup(3)
@@ -200,7 +199,7 @@ class Plan(Generic[R]):
         return Explanation(self.terms.name, self._prepared.route, ratio, self._planner.executor.router.domains)
 
     def stats(self) -> Stats:
-        """Bytes of the group's last collective."""
+        """As of the group."""
         return self._planner.stats()
 
     def __repr__(self) -> str:
@@ -240,7 +239,6 @@ class Plan(Generic[R]):
             self._agreed[collective_gradient] = True
 
     def mark_agreed(self, collective_gradient: bool) -> None:
-        """Note that the processes have compared such a call in another way."""
         self._agreed[collective_gradient] = True
 
     def _run(self, hosted: list[Tensor], outs: list[Tensor] | None, lengths: Tensor | None) -> list[Tensor]:
@@ -260,11 +258,8 @@ class Plan(Generic[R]):
             return self._begin(tensors).result()
 
     def execute(self, shards: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
-        """A call without autograd that gives one result a hosted sink, for the registered operators.
-
-        Args:
-            shards: valid rows or more of every hosted source; with lengths one stacked Tensor ``(k, S_MAX, *F)``.
-        """
+        """A call without autograd that gives one result a hosted sink, for the registered operators, of valid rows or
+        more of every hosted source; with lengths of one stacked Tensor ``(k, S_MAX, *F)``."""
         planner, name = self._planner, self.terms.name
         with planner.calling(name), range_of(self):
             hosted = list(shards[0].unbind(0)) if lengths is not None else shards

@@ -37,12 +37,8 @@ _names = itertools.count()
 class Planner:
     """What the registered operators find by a group's name; :class:`~.group.CollectiveGroup` is its face.
 
-    Args:
-        executor: runs exchanges; knows the owners of the virtual ranks.
-        agreement: compares calls between processes.
-        device: where shards live when there are several processes.
-
     Attributes:
+        device: where shards live when there are several processes.
         name: what the registered operators know the group by (local to this process).
         virtual_ranks: hosted here, increasing.
         shard_device: where shards must live; None for a lone process, which takes any device.
@@ -70,7 +66,6 @@ class Planner:
         autograd.groups[self.name] = self
 
     def position(self, virtual_rank: int) -> tuple[int, int]:
-        """A virtual rank's process, and its index among that process's shards."""
         if not is_count(virtual_rank) or not virtual_rank < self.num_virtual_ranks:
             raise ValueError(f"virtual_rank: expected 0 to {self.num_virtual_ranks - 1}, got {virtual_rank!r}")
         return self._positions[virtual_rank]
@@ -80,7 +75,6 @@ class Planner:
         return [of[v] for v in self.virtual_ranks] if kind == "v" else [of[self.rank]]
 
     def stats(self) -> Stats:
-        """Bytes of the last collective."""
         executor = self.executor
         if executor.last is None:
             raise RuntimeError("stats: no collective has run in this group")
@@ -142,17 +136,13 @@ class Planner:
             self.executor.wire.close()
 
     def refuse(self, name: str, error: Exception, counted: bool = False) -> Exception:
-        """State this process's own bad input to the others; returns what to raise."""
         if is_common(error) or self.agreement.failed is not None:
             return error
         return self.agreement.refuse(name, error, counted)
 
     def fail(self, name: str, error: BaseException) -> None:
-        """End the group over an error in the middle of a call, before it is raised. (Not for bad input.)
-
-        Raises:
-            RuntimeError: a transfer's error, with the names of who is missing.
-        """
+        """End the group over an error in the middle of a call, before it is raised. (Not for bad input.) Raises it
+        itself where it is a transfer's, with the names of who is missing."""
         if not isinstance(error, RuntimeError):
             self.agreement.leave(name, error)  # the next call would meet what the others still send of this one
             return
@@ -175,7 +165,6 @@ class Planner:
         self._state.value = self.executor.peer_number() - 1
 
     def check(self) -> None:
-        """Raise RuntimeError when the group was closed or has failed."""
         if self._closed or self.agreement.failed is not None:
             raise RuntimeError(self.agreement.failed or "this group was closed; create a new one")
         self.check_peers()  # the cause, where headers were spoiled after it
@@ -220,7 +209,6 @@ class Planner:
         return terms
 
     def find(self, terms: Terms) -> Plan | None:
-        """The plan of such terms, where there is one."""
         return self._plans.get(terms)
 
     def agreed(self, terms: Terms, collective_gradient: bool, other: Terms | None = None) -> Plan:
@@ -243,7 +231,6 @@ class Planner:
         check_bounds(terms)
 
     def remember(self, key: Hashable, plan: Plan) -> None:
-        """Note the arguments that lead to a plan."""
         if len(self.by_arguments) >= 4 * _MAX_PLANS:
             self.by_arguments.clear()
         self.by_arguments[key] = plan

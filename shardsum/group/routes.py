@@ -63,8 +63,6 @@ class Router:
     """Chooses routes.
 
     Args:
-        domains: the domain of every process.
-        transport: "auto" or the name of one.
         costs: constants of the "auto" choice by device type.
         peers: the peer transport, where processes can map each other's memory; "auto" takes it whenever it can.
         inside: whether processes can do so inside each domain; then accumulators are folded over peer memory.

@@ -34,9 +34,7 @@ _BEATS_MISSED = 5
 
 
 class SideChannel:
-    """Args:
-        group: the torch.distributed group whose processes construct a ShardGroup.
-        timeout: how long a process waits for the others.
+    """Of the processes of ``group`` in one construction.
 
     Attributes:
         store: this construction's part of the store, once they have met.

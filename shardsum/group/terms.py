@@ -64,10 +64,8 @@ class Terms:
         return self.replicated and self.grad == "identity"
 
     def adjoint(self) -> Terms:
-        """The exchange of cotangents, added in the accumulator's dtype.
-
-        Of a mean it is the plain sum, in the accumulator's dtype: the caller divides by the count of contributions.
-        """
+        """The exchange of cotangents, added in the accumulator's dtype; of a mean the plain sum in that dtype, which
+        the caller divides by the count of contributions."""
         acc = accumulator_dtype(self.dtype)
         mean = self.reduce.op == "mean"
         # A float32 result of float64 shards: their gradient is added in float64.
@@ -81,10 +79,7 @@ class Terms:
         )  # fmt: skip
 
     def signature(self) -> dict[str, Any]:
-        """What all processes must pass alike, by the names that users know, for comparison and error texts.
-
-        A scale is text: NaN equals NaN, and 0.0 differs from -0.0.
-        """
+        """What all processes must pass alike, by the names that users know, for comparison and error texts."""
         scale = None if self.reduce.scale is None else repr(self.reduce.scale)
         said: dict[str, Any] = {
             "dtype": str(self.dtype),
