@@ -1,36 +1,30 @@
-"""Gradients of exchanges, and the operator that torch.compile, fake tensors and dispatch modes see.
+"""Gradients of exchanges.
 
-Eager calls run a :class:`~.plan.Plan`, through :class:`Exchange` where a gradient is needed. Compiled code calls the
-registered operator ``shardsum::exchange``, which finds the same plan when it runs: only tensors, ints and strings cross
-its boundary (intervals as flat ``SymInt[]``: begin, end, begin, end, ...), the group goes by name.
+Eager calls run a :class:`~.plan.Plan`, through the functions here where a gradient is needed. Compiled code has a
+registered operator (:mod:`.compiled`), whose gradient is made of the same parts.
 
 The adjoint of an exchange is the exchange with sources and sinks swapped. A mean divides by the forward's count of
 contributions, in the accumulator's dtype, before the one rounding. With ``grad="identity"`` every process has the whole
-cotangent and takes its parts of it; the derivative of *that* is the forward collective again.
+cotangent and takes its parts of it; the derivative of *that* is the forward collective again. With lengths on the
+device every source gets the whole cotangent; its length then selects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..core.numerics import accumulator_dtype
-from ..local.gradients import finish_gradient
-from ..local.registry import define, differentiate
+from ..local.gradients import finish_gradient, select
 from .arguments import NO_BATCHES
 from .terms import Reduce, Terms, flatten, pairs
 
 if TYPE_CHECKING:
     from .plan import Plan
-    from .planner import Planner
-
-#: What the operators find by a group's name. Entries go with their groups.
-groups: WeakValueDictionary[str, Planner] = WeakValueDictionary()
 
 
 class Exchange(torch.autograd.Function):
@@ -58,7 +52,7 @@ class Exchange(torch.autograd.Function):
         acc = accumulator_dtype(terms.dtype)
         shards = plan.adjoint.on_list([g.to(acc) if acc == torch.float64 else g for g in grads], ctx.call)
         if terms.reduce.op == "mean":
-            shards = divided(shards, [begin for begin, _ in plan.bounds], terms, _coverage)
+            shards = divided(shards, [begin for begin, _ in plan.bounds], terms, coverage)
         return None, *shards
 
     @staticmethod
@@ -81,7 +75,7 @@ class LocalAdjoint(torch.autograd.Function):
     def forward(plan: Plan, call: int, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         terms, first = plan.terms, plan.terms.sinks[0][0]
         if terms.reduce.op == "mean":
-            (spread,) = divided([grad], [first], terms, _coverage)
+            (spread,) = divided([grad], [first], terms, coverage)
         else:
             spread = finish_gradient(grad, None, terms.reduce.scale, terms.dtype)
         return tuple(spread[begin - first : begin - first + n].clone() for begin, n in plan.bounds)
@@ -101,124 +95,73 @@ class LocalAdjoint(torch.autograd.Function):
     vmap = Exchange.vmap
 
 
-def keep(result: Tensor) -> Tensor:
-    """``result`` itself. In compiled code it is then saved for backward, which else might run the collective again to
-    save memory (``activation_memory_budget``), perhaps on one process alone.
-
-    Compilers have no such mark for operators of others, but they always save what functional collectives have waited
-    for (but for a budget of 0: :func:`refuse_recomputation`).
-    """
-    return torch.ops._c10d_functional.wait_tensor(result)
-
-
-def refuse_recomputation(tensors: Sequence[Tensor]) -> None:
-    """ValueError, while a compiler traces a collective that a gradient will follow, where it would save nothing at all
-    between forward and backward: then it runs every collective again, whatever its mark."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if several and any(x.requires_grad for x in tensors):
-        import torch._functorch.config as compilers
-        from torch.fx import traceback
-
-        name = "torch._functorch.config.activation_memory_budget"
-        budget = getattr(compilers, "activation_memory_budget", 1.0)
-        of_region = (traceback.current_meta.get("custom") or {}).get("_region_activation_memory_budget")
-        if of_region is not None:  # it overrides the other
-            name, budget = "torch.autograd.graph.region_activation_memory_budget", of_region
-        if budget == 0:
-            raise ValueError(
-                f"{name}: at 0 the compiler runs collectives again in backward, perhaps on one process alone; take a "
-                "small number above 0 (0.01): their results are saved then, and the rest is computed again"
-            )
-
-
-class Kept(torch.autograd.Function):
-    """:func:`keep` with its gradient."""
+class PaddedExchange(torch.autograd.Function):
+    """``PaddedExchange.apply(plan, x, lengths)``: the results of a plan with device lengths, then all lengths."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor) -> Tensor:  # type: ignore[override]
-        return keep(result)
+    def forward(ctx: Any, plan: Plan, x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        outs = plan.run_recorded([x, lengths])
+        ctx.plan, ctx.call = plan, plan.call
+        ctx.save_for_backward(lengths.clone(), outs[-1])  # the caller may write the next step's lengths before backward
+        ctx.mark_non_differentiable(outs[-1])
+        return tuple(outs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
+    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
+        return None, PaddedAdjoint.apply(ctx.plan, ctx.call, *ctx.saved_tensors, *grads[:-1]), None
+
+    jvp = Exchange.jvp
 
 
-# The registered operator
+class PaddedAdjoint(torch.autograd.Function):
+    """``PaddedAdjoint.apply(plan, lengths, all_lengths, *grads)``: the gradient of padded shards ``(k, S_MAX, *F)``.
 
-TAIL = "SymInt size, str name, str kinds, str op, float? scale, ScalarType dtype, str grad, str? label, str group"
-
-
-def tail_of(terms: Terms, group: str) -> tuple[Any, ...]:
-    """The arguments of the operators that are no tensors and no intervals."""
-    reduce = terms.reduce
-    rest = (reduce.op, reduce.scale, reduce.dtype, terms.grad, terms.label, group)
-    return terms.size, terms.name, terms.kinds, *rest
-
-
-def terms_of(tail: tuple[Any, ...], sources: Any, sinks: Any, like: Tensor, row_dims: int = 1) -> Terms:
-    """The terms of such arguments; ``like`` is a shard, whose trailing shape begins at dim ``row_dims``."""
-    size, name, kinds, op, scale, dtype, grad, label, _ = tail
-    reduce, row_shape = Reduce(op, scale, dtype), tuple(like.shape[row_dims:])
-    return Terms(name, pairs(sources), pairs(sinks), kinds, reduce, grad, size, row_shape, like.dtype, label=label)
-
-
-def exchange(shards: list[Tensor], terms: Terms, rows: list[int] | None, group: str) -> list[Tensor]:
-    """The registered operator.
-
-    Shards may have more rows than their interval (the rest is not read), and ``rows`` asks for results with zeros
-    behind theirs: so compiled code neither slices nor makes tensors whose size is a length, which would compile anew
-    for 0 and 1.
+    It is linear in the cotangents, and its own derivative is the forward collective.
     """
-    sources, sinks = flatten(terms.sources), flatten(terms.sinks)
-    return torch.ops.shardsum.exchange(shards, sources, sinks, rows, *tail_of(terms, group))
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, plan: Plan, call: int, lengths: Tensor, all_lengths: Tensor, *grads: Tensor
+    ) -> Tensor:
+        ctx.plan, ctx.call, ctx.dtype = plan, call, grads[0].dtype
+        ctx.save_for_backward(lengths)
+        adjoint = whole_adjoint(plan.terms)
+        if plan.terms.local_adjoint:
+            whole = [grads[0]] * len(plan.virtual_ranks)
+        else:
+            whole = plan.of(adjoint).on_list([g.to(adjoint.dtype) for g in grads], call)
+        return select_padded(plan.terms, whole, lengths, all_lengths)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
+        (lengths,) = ctx.saved_tensors
+        results = ctx.plan.again(ctx.dtype).on_list(list(grad.unbind(0)), ctx.call, lengths)
+        return None, None, None, None, *results
+
+    jvp = Exchange.jvp
 
 
-def _exchange(shards: list[Tensor], sources: Any, sinks: Any, rows: Any, *tail: Any) -> list[Tensor]:
-    terms = terms_of(tail, sources, sinks, shards[0])
-    outs = groups[tail[-1]].run_registered(terms, shards)
-    return outs if rows is None else _with_rows(outs, rows)
+def whole_adjoint(terms: Terms) -> Terms:
+    """The exchange that brings every virtual rank the whole sum of cotangents, in the accumulator's dtype."""
+    acc, end = accumulator_dtype(terms.dtype), max(end for _, end in terms.sinks)
+    adjoint, held = terms.adjoint(), ((0, end),) * len(terms.sources)
+    return replace(adjoint, sinks=held, size=end, reduce=Reduce("sum", None, acc), device_lengths=False)
 
 
-def _with_rows(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """The tensors with zeros behind their rows, up to ``rows`` each."""
-    return [
-        t if t.shape[0] == n else torch.cat([t, t.new_zeros((n - t.shape[0], *t.shape[1:]))])
-        for t, n in zip(tensors, rows)
-    ]
-
-
-def _exchange_fake(shards: list[Tensor], sources: Any, sinks: Any, rows: Any, *tail: Any) -> list[Tensor]:
-    refuse_recomputation(shards)
-    terms = terms_of(tail, sources, sinks, shards[0])
-    sizes = rows if rows is not None else [e - b for b, e in groups[tail[-1]].hosted(terms.sinks, terms.kinds[1])]
-    return [shards[0].new_empty((n, *shards[0].shape[1:]), dtype=terms.reduce.dtype) for n in sizes]
-
-
-def _setup(ctx: Any, inputs: tuple, output: Any) -> None:
-    shards, sources, sinks, _, *tail = inputs
-    ctx.terms, ctx.group = terms_of(tuple(tail), sources, sinks, shards[0]), tail[-1]
-    ctx.planner = groups[ctx.group]  # the group lives until its last backward
-    ctx.rows = [s.shape[0] for s in shards]
-
-
-def _backward(ctx: Any, grads: list[Tensor]) -> tuple:
-    terms = ctx.terms
-    grads = [g.contiguous() for g in grads]
-    hosted, scale = ctx.planner.hosted(terms.sources, terms.kinds[0]), terms.reduce.scale
-    mean = terms.reduce.op == "mean"
-    if terms.local_adjoint:
-        first = terms.sinks[0][0]
-        if mean:
-            grads, scale = divided(grads, [first], terms, coverage), None
-        held = [x - first for x in flatten(hosted)]
-        shards = torch.ops.shardsum.local_adjoint(grads[0], held, ctx.rows, scale, terms.dtype)
-    else:
-        acc = accumulator_dtype(terms.dtype)
-        grads = [g.to(acc) for g in grads] if acc == torch.float64 else grads
-        shards = exchange(grads, terms.adjoint(), ctx.rows, ctx.group)
-        if mean:
-            shards = divided(shards, [begin for begin, _ in hosted], terms, coverage)
-    return shards, *[None] * 12
+def select_padded(terms: Terms, whole: list[Tensor], lengths: Tensor, all_lengths: Tensor) -> Tensor:
+    """The gradient of padded shards from the whole cotangent of every hosted one; exactly 0 behind its length."""
+    capacity, device, acc = terms.sources[0][1], lengths.device, accumulator_dtype(terms.dtype)
+    end = whole[0].shape[0]
+    count = None
+    if terms.reduce.op == "mean":
+        count = (torch.arange(end, device=device) < all_lengths.clamp(0, capacity)[:, None]).sum(0)
+    if count is not None or terms.reduce.scale is not None:
+        whole = [finish_gradient(w.to(acc), count, terms.reduce.scale, terms.dtype) for w in whole]
+    rows = torch.stack([w.to(terms.dtype) for w in whole])
+    if end < capacity:
+        rows = torch.cat([rows, rows.new_zeros((rows.shape[0], capacity - end, *rows.shape[2:]))], 1)
+    valid = torch.arange(capacity, device=device) < lengths[:, None]
+    return select(valid, rows[:, :capacity])
 
 
 def divided(
@@ -233,37 +176,9 @@ def divided(
     ]
 
 
-# Parts of its adjoint, as operators: symbolic bounds need not be traced through slices
-
-
 def coverage(like: Tensor, flat: list[int], size: int) -> Tensor:
     """``(size,)`` int64 on the device of ``like``: how many of the flat intervals cover each position."""
-    return torch.ops.shardsum.coverage(like, flat, size)
-
-
-def _coverage(like: Tensor, flat: list[int], size: int) -> Tensor:
     count = torch.zeros(size, dtype=torch.int64, device=like.device)
     for begin, end in pairs(flat):
         count[max(begin, 0) : max(min(end, size), 0)] += 1
     return count
-
-
-def _local_adjoint(
-    grad: Tensor, hosted: list[int], rows: list[int], scale: float | None, dtype: torch.dtype
-) -> list[Tensor]:
-    spread = finish_gradient(grad, None, scale, dtype)
-    return _with_rows([spread[b:e].clone() for b, e in pairs(hosted)], rows)
-
-
-_SCHEMA = f"exchange(Tensor[] shards, SymInt[] sources, SymInt[] sinks, SymInt[]? rows, {TAIL}) -> Tensor[]"
-differentiate(define(_SCHEMA, _exchange, _exchange_fake), _setup, _backward)
-define(
-    "coverage(Tensor like, SymInt[] intervals, SymInt size) -> Tensor",
-    _coverage,
-    lambda like, flat, size: like.new_empty((size,), dtype=torch.int64),
-)
-define(
-    "local_adjoint(Tensor grad, SymInt[] hosted, SymInt[] rows, float? scale, ScalarType dtype) -> Tensor[]",
-    _local_adjoint,
-    lambda grad, hosted, rows, scale, dtype: [grad.new_empty((n, *grad.shape[1:]), dtype=dtype) for n in rows],
-)

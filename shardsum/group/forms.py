@@ -11,8 +11,7 @@ from torch import Tensor
 from ..core.checks import check_out, overlap
 from ..core.layout import Interval, length
 from .arguments import Shards, check_outs, check_rows, hosted_shards, refuse_batches
-from .autograd import Kept, exchange
-from .padded import exchange_padded
+from .compiled import Kept, exchange
 from .terms import Terms
 
 if TYPE_CHECKING:
@@ -21,10 +20,8 @@ if TYPE_CHECKING:
 
 def traced(planner: Planner, terms: Terms, hosted: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
     """The results of a call as torch.compile sees it: those of the registered operator, never computed twice."""
-    if lengths is None:
-        results = exchange(hosted, terms, None, planner.name)
-    else:
-        results = exchange_padded(stack(hosted), lengths, terms, planner.name)[:-1]
+    results = exchange(hosted, lengths, terms, None, planner.name)
+    results = results if lengths is None else results[:-1]
     return [Kept.apply(y) for y in results] if planner.world_size > 1 else results
 
 

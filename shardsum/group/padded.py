@@ -1,37 +1,24 @@
 """Exchanges of padded shards whose lengths only the device knows.
 
 Lengths travel with the rows (behind them in the gathered buffer, or with the peers' flags) and are never read by the
-host. Every source starts at position 0. The gradient brings every source the whole cotangent; its length then selects.
-Compiled code calls the registered operator ``shardsum::exchange_padded``, eager calls go through
-:class:`PaddedExchange`. Both take x ``(k, S_MAX, *F)`` and lengths ``(k,)`` and return one tensor a hosted sink, then
-all lengths ``(R',)``.
+host. Every source starts at position 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..core.layout import ExchangePlan, Interval
-from ..core.numerics import accumulator_dtype
 from ..local import kernels
-from ..local.gradients import finish_gradient, select
 from ..local.ops import readable
-from ..local.registry import define, differentiate
-from .autograd import TAIL, Exchange, groups, keep, refuse_recomputation, tail_of, terms_of
-from .autograd import exchange as registered_exchange
 from .executor import Executor
 from .handle import Job
 from .prepared import Prepared
 from .routes import LOCAL_ROUTE, Route, fingerprint
-from .terms import Reduce, Terms, flatten, pairs
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .terms import Reduce, Terms
 
 
 class PreparedPadded(Prepared):
@@ -136,119 +123,3 @@ def sum_padded_part(rows: Tensor, lengths: Tensor, wanted: Interval, reduce: Red
     lengths = lengths - begin if begin else lengths
     kernels.sum_padded_device(out, readable(part), None, lengths, reduce.op == "mean", reduce.scale, False)
     return out
-
-
-# Gradients
-
-
-class PaddedExchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        outs = plan.run_recorded([x, lengths])
-        ctx.plan, ctx.call = plan, plan.call
-        ctx.save_for_backward(lengths.clone(), outs[-1])  # the caller may write the next step's lengths before backward
-        ctx.mark_non_differentiable(outs[-1])
-        return tuple(outs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
-        return None, PaddedAdjoint.apply(ctx.plan, ctx.call, *ctx.saved_tensors, *grads[:-1]), None
-
-    jvp = Exchange.jvp
-
-
-class PaddedAdjoint(torch.autograd.Function):
-    """``PaddedAdjoint.apply(plan, lengths, all_lengths, *grads)``: the gradient of padded shards ``(k, S_MAX, *F)``.
-
-    It is linear in the cotangents, and its own derivative is the forward collective.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, plan: Plan, call: int, lengths: Tensor, all_lengths: Tensor, *grads: Tensor
-    ) -> Tensor:
-        ctx.plan, ctx.call, ctx.dtype = plan, call, grads[0].dtype
-        ctx.save_for_backward(lengths)
-        adjoint = _whole_adjoint(plan.terms)
-        if plan.terms.local_adjoint:
-            whole = [grads[0]] * len(plan.virtual_ranks)
-        else:
-            whole = plan.of(adjoint).on_list([g.to(adjoint.dtype) for g in grads], call)
-        return _select(plan.terms, whole, lengths, all_lengths)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
-        (lengths,) = ctx.saved_tensors
-        results = ctx.plan.again(ctx.dtype).on_list(list(grad.unbind(0)), ctx.call, lengths)
-        return None, None, None, None, *results
-
-    jvp = Exchange.jvp
-
-
-def _whole_adjoint(terms: Terms) -> Terms:
-    """The exchange that brings every virtual rank the whole sum of cotangents, in the accumulator's dtype."""
-    acc, end = accumulator_dtype(terms.dtype), max(end for _, end in terms.sinks)
-    adjoint, held = terms.adjoint(), ((0, end),) * len(terms.sources)
-    return replace(adjoint, sinks=held, size=end, reduce=Reduce("sum", None, acc), device_lengths=False)
-
-
-def _select(terms: Terms, whole: list[Tensor], lengths: Tensor, all_lengths: Tensor) -> Tensor:
-    """The gradient of padded shards from the whole cotangent of every hosted one; exactly 0 behind its length."""
-    capacity, device, acc = terms.sources[0][1], lengths.device, accumulator_dtype(terms.dtype)
-    end = whole[0].shape[0]
-    count = None
-    if terms.reduce.op == "mean":
-        count = (torch.arange(end, device=device) < all_lengths.clamp(0, capacity)[:, None]).sum(0)
-    if count is not None or terms.reduce.scale is not None:
-        whole = [finish_gradient(w.to(acc), count, terms.reduce.scale, terms.dtype) for w in whole]
-    rows = torch.stack([w.to(terms.dtype) for w in whole])
-    if end < capacity:
-        rows = torch.cat([rows, rows.new_zeros((rows.shape[0], capacity - end, *rows.shape[2:]))], 1)
-    valid = torch.arange(capacity, device=device) < lengths[:, None]
-    return select(valid, rows[:, :capacity])
-
-
-# The registered operator
-
-
-def exchange_padded(x: Tensor, lengths: Tensor, terms: Terms, group: str) -> list[Tensor]:
-    return torch.ops.shardsum.exchange_padded(x, lengths, flatten(terms.sinks), *tail_of(terms, group))
-
-
-def _terms(x: Tensor, sinks: Any, tail: tuple[Any, ...]) -> Terms:
-    sources = (0, x.shape[1]) * groups[tail[-1]].num_virtual_ranks
-    return replace(terms_of(tail, sources, sinks, x, row_dims=2), device_lengths=True)
-
-
-def _exchange_padded(x: Tensor, lengths: Tensor, sinks: Any, *tail: Any) -> list[Tensor]:
-    return groups[tail[-1]].run_registered(_terms(x, sinks, tail), [x], lengths)
-
-
-def _fake(x: Tensor, lengths: Tensor, sinks: Any, *tail: Any) -> list[Tensor]:
-    refuse_recomputation([x])
-    planner = groups[tail[-1]]
-    wanted = planner.hosted(pairs(sinks), tail[2][1])
-    outs = [x.new_empty((e - b, *x.shape[2:]), dtype=tail[5]) for b, e in wanted]
-    return [*outs, x.new_empty((gathered_rows(planner.executor),), dtype=torch.int64)]
-
-
-def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, lengths, sinks, *tail = inputs
-    ctx.terms, ctx.group = _terms(x, sinks, tuple(tail)), tail[-1]
-    ctx.planner = groups[ctx.group]  # the group lives until its last backward
-    ctx.save_for_backward(lengths.clone(), keep(output[-1]) if ctx.planner.world_size > 1 else output[-1])
-
-
-def _backward(ctx: Any, grads: list[Tensor]) -> tuple:
-    lengths, all_lengths = ctx.saved_tensors
-    terms, outs = ctx.terms, [g.contiguous() for g in grads[:-1]]
-    if terms.local_adjoint:
-        whole = [outs[0]] * len(ctx.planner.virtual_ranks)
-    else:
-        adjoint = _whole_adjoint(terms)
-        whole = registered_exchange([g.to(adjoint.dtype) for g in outs], adjoint, None, ctx.group)
-    return _select(terms, whole, lengths, all_lengths), *[None] * 11
-
-
-_SCHEMA = f"exchange_padded(Tensor x, Tensor lengths, SymInt[] sinks, {TAIL}) -> Tensor[]"
-differentiate(define(_SCHEMA, _exchange_padded, _fake), _setup, _backward)

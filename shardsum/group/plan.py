@@ -19,12 +19,12 @@ from torch.autograd import profiler
 from ..core.checks import needs_grad
 from ..core.layout import length
 from .arguments import Shards, check_device_lengths, hosted_shards
-from .autograd import Exchange
+from .autograd import Exchange, PaddedExchange
 from .explain import Explanation, Stats, name_of, range_of
 from .forms import Tensors, deliver, fillable, is_single, movable, stack, traced
 from .handle import Handle, Job, start_on_cpu, start_on_stream
 from .launching import launch
-from .padded import PaddedExchange, PreparedPadded
+from .padded import PreparedPadded
 from .prepared import Prepared
 from .terms import Terms
 
@@ -259,17 +259,16 @@ class Plan(Generic[R]):
 
     def execute(self, shards: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
         """A call without autograd that gives one result a hosted sink, for the registered operators, of valid rows or
-        more of every hosted source; with lengths of one stacked Tensor ``(k, S_MAX, *F)``."""
+        more of every hosted source; with lengths on the device all lengths follow."""
         planner, name = self._planner, self.terms.name
         with planner.calling(name), range_of(self):
-            hosted = list(shards[0].unbind(0)) if lengths is not None else shards
             try:
-                rows = self.tensors.take(hosted)
+                rows = self.tensors.take(shards)
             except Exception as error:
                 raise planner.refuse(name, error) from error
             self._agree(rows)
             planner.agreement.origin = planner.agreement.origin or self.origin_of_operator()
-            return self._begin(rows if lengths is None else [shards[0], lengths]).result()
+            return self._begin(_joined(rows, lengths)).result()
 
 
 def _joined(hosted: list[Tensor], lengths: Tensor | None) -> list[Tensor]:

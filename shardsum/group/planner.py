@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.checks import is_count
-from . import autograd
+from . import compiled
 from .agreement import Agreement
 from .arguments import check_bounds, check_planned_lengths, check_row_shape, check_rows
 from .busy import Calling
@@ -63,7 +63,7 @@ class Planner:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.describe = partial(describe, self.num_virtual_ranks, self.world_size)
         self._state = ctypes.c_int64.from_address(executor.state.data_ptr())
-        autograd.groups[self.name] = self
+        compiled.groups[self.name] = self
 
     def position(self, virtual_rank: int) -> tuple[int, int]:
         if not is_count(virtual_rank) or not virtual_rank < self.num_virtual_ranks:

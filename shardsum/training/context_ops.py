@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..group.autograd import Kept, keep, refuse_recomputation
+from ..group.compiled import Kept, keep, refuse_recomputation
 from ..local.registry import define, differentiate
 from .context_kernels import backward, empty_results, forward
 

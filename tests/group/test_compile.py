@@ -26,18 +26,18 @@ def test_opcheck_exchange(kinds: str, op: str, grad: str, requires_grad: bool) -
     sources = flatten([(0, 3), (2, 2), (1, 6), (0, 1)])
     sinks = flatten([(0, 6)] * (4 if kinds[1] == "v" else 1))
     tail = (6, "exchange", kinds, op, 0.5, torch.float32, grad, None, group._planner.name)
-    torch.library.opcheck(torch.ops.shardsum.exchange.default, (shards, sources, sinks, None, *tail))
+    torch.library.opcheck(torch.ops.shardsum.exchange.default, (shards, None, sources, sinks, None, *tail))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("kinds, grad", [("vv", "sum"), ("vp", "identity")])
 def test_opcheck_exchange_padded(kinds: str, grad: str, requires_grad: bool) -> None:
     group = ShardGroup(4)
-    x = torch.randn(4, 6, 2, requires_grad=requires_grad)
+    x = [torch.randn(6, 2, requires_grad=requires_grad) for _ in range(4)]
     sinks = [0, 2, 2, 3, 3, 5, 5, 6] if kinds == "vv" else [0, 6]
     tail = (6, "all_reduce", kinds, "mean", 0.5, torch.float32, grad, None, group._planner.name)
-    args = (x, torch.tensor([3, 0, 6, 1]), sinks, *tail)
-    torch.library.opcheck(torch.ops.shardsum.exchange_padded.default, args)
+    args = (x, torch.tensor([3, 0, 6, 1]), [0, 6] * 4, sinks, None, *tail)
+    torch.library.opcheck(torch.ops.shardsum.exchange.default, args)
 
 
 def test_opcheck_coverage() -> None:
