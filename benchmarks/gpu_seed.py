@@ -88,7 +88,7 @@ def main() -> None:
     calls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
         **{name: variant(i) for i, name in enumerate(VARIANTS)},
         "shardsum": lambda x, out: ragged_sum(x, LENGTHS, out=out),
-        "device lengths": lambda x, out: kernels.sum_padded_device(out, x, None, ends, False, None, False),
+        "device lengths": lambda x, out: kernels.sum_padded_device(out, x, None, ends, False, None),
         "compile": compiled,
     }
     for name, call in calls.items():

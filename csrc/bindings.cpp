@@ -18,9 +18,20 @@ const void* carry_of(const TensorView& carry, const SumArgs& args) {
   return carry.data();
 }
 
+// sum_rows(Tensor(a!) out, Tensor? carry, Tensor[] rows, int[] starts, int carried, bool mean, float? scale)
 template <class Device>
-void sum_row_list(const TensorView& out, const std::optional<TensorArg>& carry, TensorListArg& rows,
-                  const IntListArg& starts, const Finish& finish) {
+void sum_rows(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorArg out_arg(stack[0]);
+  std::optional<TensorArg> carry;
+  if (const auto handle = take_optional(stack[1])) carry.emplace(*handle);
+  TensorListArg rows(stack[2]);
+  const IntListArg starts(stack[3]);
+  const int64_t carried = torch::stable::detail::to<int64_t>(stack[4]);
+  Finish finish = take_mean_and_scale(stack + 5);
+  SHARDSUM_CHECK(carried >= 0 && carried <= INT32_MAX, carried, " carried contributions");
+  finish.carried = static_cast<int32_t>(carried);
+
+  const TensorView out = out_arg.view();
   SHARDSUM_CHECK(rows.size() > 0 && starts.size() == rows.size(), "rows and starts differ in number");
   SumArgs args = describe(out, rows[0], rows.size(), finish);
   if (carry) args.carry = carry_of<Device>(carry->view(), args);
@@ -34,29 +45,6 @@ void sum_row_list(const TensorView& out, const std::optional<TensorArg>& carry, 
     table[r] = clip(row.data(), starts[r], row.size(0), args);
   }
   if (args.size * args.width > 0) Device(out).sum_rows(args, table.data());
-}
-
-template <class Device>
-void sum_rows(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorArg out(stack[0]);
-  TensorListArg rows(stack[1]);
-  const IntListArg starts(stack[2]);
-  sum_row_list<Device>(out.view(), {}, rows, starts, take_finish(stack + 3));
-}
-
-// sum_rows_carry(Tensor(a!) out, Tensor? carry, Tensor[] rows, int[] starts, int carried, bool mean, float? scale)
-template <class Device>
-void sum_rows_carry(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorArg out(stack[0]);
-  std::optional<TensorArg> carry;
-  if (const auto handle = take_optional(stack[1])) carry.emplace(*handle);
-  TensorListArg rows(stack[2]);
-  const IntListArg starts(stack[3]);
-  const int64_t carried = torch::stable::detail::to<int64_t>(stack[4]);
-  Finish finish = take_mean_and_scale(stack + 5);
-  SHARDSUM_CHECK(carried >= 0 && carried <= INT32_MAX, carried, " carried contributions");
-  finish.carried = static_cast<int32_t>(carried);
-  sum_row_list<Device>(out.view(), carry, rows, starts, finish);
 }
 
 struct DevicePaddedArgs {
@@ -111,7 +99,7 @@ void sum_padded_device(StableIValue* stack, uint64_t, uint64_t) {
   std::optional<TensorArg> starts;
   if (const auto handle = take_optional(stack[2])) starts.emplace(*handle);
   const TensorArg lengths_arg(stack[3]);
-  const Finish finish = take_finish(stack + 4);
+  const Finish finish = take_mean_and_scale(stack + 4);
 
   const TensorView out = out_arg.view(), lengths = lengths_arg.view();
   const DevicePaddedArgs d = describe_device_rows(out, x_arg.view(), lengths, starts, finish);
@@ -166,7 +154,6 @@ void check_headers(StableIValue* stack, uint64_t, uint64_t) {
 template <class Device>
 void register_operators(torch::stable::detail::StableLibrary& m) {
   m.impl("sum_rows", &sum_rows<Device>);
-  m.impl("sum_rows_carry", &sum_rows_carry<Device>);
   m.impl("sum_padded_device", &sum_padded_device<Device>);
   m.impl("sum_plan", &sum_plan<Device, PaddedShards>);
   m.impl("sum_plan.list", &sum_plan<Device, ListedShards>);

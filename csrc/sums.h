@@ -79,13 +79,6 @@ inline Finish take_mean_and_scale(const StableIValue* stack) {
   return finish;
 }
 
-// The last three arguments of most operators: mean, scale, accumulate.
-inline Finish take_finish(const StableIValue* stack) {
-  Finish finish = take_mean_and_scale(stack);
-  finish.accumulate = torch::stable::detail::to<bool>(stack[2]);
-  return finish;
-}
-
 // `length` positions at `data`, the first at position `start`, clipped to [0, size).
 inline Row clip(const void* data, int64_t start, int64_t length, const SumArgs& args) {
   const int64_t begin = start > 0 ? start : 0;

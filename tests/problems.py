@@ -52,13 +52,30 @@ def sum_padded(
     scale: float | None = None, accumulate: bool = False, firsts: list[int] | None = None,
 ) -> None:  # fmt: skip
     """The raw operator by a plan of these rows, cut to out's positions; ``starts`` and ``firsts`` empty: all 0."""
-    zeros, size = [0] * len(lengths), out.shape[0]
-    rows = []
+    kernels.sum_plan(out, x, _plan(out.shape[0], starts, firsts or [], lengths, mean, scale, accumulate))
+
+
+def sum_rows(
+    out: torch.Tensor, rows: list[torch.Tensor], starts: list[int], mean: bool = False, scale: float | None = None,
+    accumulate: bool = False,
+) -> None:  # fmt: skip
+    """The raw operator of collectives; where it is to add to ``out``, that of plans."""
+    if accumulate:
+        plan = _plan(out.shape[0], starts, [], [r.shape[0] for r in rows], mean, scale, True)
+        kernels.sum_plan_list(out, rows, plan)
+    else:
+        kernels.sum_rows(out, None, rows, starts, 0, mean, scale)
+
+
+def _plan(
+    size: int, starts: list[int], firsts: list[int], lengths: list[int], mean: bool, scale: float | None,
+    accumulate: bool,
+) -> torch.Tensor:  # fmt: skip
+    rows, zeros = [], [0] * len(lengths)
     for start, first, n in zip(starts or zeros, firsts or zeros, lengths):
         begin, end = max(start, 0), min(start + n, size)
         rows.append((begin, first + begin - start, end - begin) if begin < end else (0, 0, 0))
-    plan = SumPlan(rows, size, None, "mean" if mean else "sum", scale, None, accumulate)
-    kernels.sum_plan(out, x, plan.words())
+    return SumPlan(rows, size, None, "mean" if mean else "sum", scale, None, accumulate).words()
 
 
 def sum_masked(

@@ -249,4 +249,4 @@ def fill(out: Tensor, rows: Rows, reduce: Reduce) -> None:
         out.fill_(reduce.empty)
     else:
         read = rows.rows if rows.rows[0].dtype in NATIVE_DTYPES else [readable(r) for r in rows.rows]
-        kernels.sum_rows(out, read, rows.starts, reduce.op == "mean", reduce.scale, False)
+        kernels.sum_rows(out, None, read, rows.starts, 0, reduce.op == "mean", reduce.scale)

@@ -121,5 +121,5 @@ def sum_padded_part(rows: Tensor, lengths: Tensor, wanted: Interval, reduce: Red
     if out.numel() == 0 or part.shape[1] == 0:
         return out.fill_(reduce.empty)
     lengths = lengths - begin if begin else lengths
-    kernels.sum_padded_device(out, readable(part), None, lengths, reduce.op == "mean", reduce.scale, False)
+    kernels.sum_padded_device(out, readable(part), None, lengths, reduce.op == "mean", reduce.scale)
     return out

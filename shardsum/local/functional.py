@@ -91,9 +91,7 @@ def ragged_sum(
         raise ValueError(f"accumulate: expected a bool, got {accumulate!r}")
     if accumulate and out is None:
         raise ValueError("accumulate: needs out, the tensor to add to")
-    if isinstance(shards, Tensor):
-        return _padded(shards, lengths, starts, size, op, scale, out_dtype, out, accumulate)
-    return _listed(shards, lengths, starts, size, op, scale, out_dtype, out, accumulate)
+    return _checked(shards, lengths, starts, size, op, scale, out_dtype, out, accumulate)
 
 
 def masked_sum(
@@ -196,9 +194,6 @@ def _values(lengths: Tensor) -> Any:
     return lengths
 
 
-# The two forms of shards
-
-
 def _planned_sum(
     x: Tensor,
     lengths: Sequence[int],
@@ -216,8 +211,8 @@ def _planned_sum(
     return operators.padded_sum(x, [*(starts or ())], [], [*lengths], size, op, scale, dtype)
 
 
-def _padded(
-    x: Tensor,
+def _checked(
+    shards: Tensor | Sequence[Tensor],
     lengths: Any,
     starts: Any,
     size: int | None,
@@ -227,65 +222,41 @@ def _padded(
     out: Tensor | None,
     accumulate: bool,
 ) -> Tensor:
-    if not is_strided(x) or x.dim() < 2 or x.shape[0] == 0:
-        raise ValueError(f"shards: expected a padded Tensor (R, S_MAX, *F) with R >= 1, got {describe(x)}")
-    num_ranks, capacity = x.shape[0], x.shape[1]
-    compiling = torch.compiler.is_compiling()
-    scale, out_dtype = check_numerics(op, scale, x.dtype, out_dtype, out)
-    dtype = accumulator_dtype(x.dtype) if accumulate else out_dtype
-    if lengths is None:
-        lengths = [capacity] * num_ranks
-    if not compiling:
-        lengths, starts = to_host(num_ranks, lengths, starts)
+    padded = isinstance(shards, Tensor)
+    if not isinstance(shards, Tensor):
+        tensors = check_shards(shards)
+        capacities, row_shape = [shard.shape[0] for shard in tensors], tensors[0].shape[1:]
+        for name, value in (("lengths", lengths), ("starts", starts)):
+            if isinstance(value, Tensor) and not value.is_cpu:
+                raise ValueError(f"{name}: a device tensor needs padded shards (R, S_MAX, *F), not a list")
+    elif is_strided(shards) and shards.dim() >= 2 and shards.shape[0] > 0:
+        tensors, capacities, row_shape = [shards], [shards.shape[1]] * shards.shape[0], shards.shape[2:]
+    else:
+        raise ValueError(f"shards: expected a padded Tensor (R, S_MAX, *F) with R >= 1, got {describe(shards)}")
+    first, compiling = tensors[0], torch.compiler.is_compiling()
+    scale, out_dtype = check_numerics(op, scale, first.dtype, out_dtype, out)
+    numerics = op, scale, accumulator_dtype(first.dtype) if accumulate else out_dtype
+    lengths = capacities if lengths is None else lengths
+    if not (padded and compiling):
+        lengths, starts = to_host(len(capacities), lengths, starts)
     if isinstance(lengths, Tensor) or isinstance(starts, Tensor):
-        lengths, starts = device_bounds(x, lengths, starts)
-        if size is None:
-            if starts is not None:
-                raise ValueError("size: required when starts is a device tensor (it is never read on the host)")
-            size = capacity
-        size = check_size(size)
-        check_out(out, [x], (size, *x.shape[2:]), out_dtype)
-        return deliver(operators.padded_sum_device(x, starts, lengths, size, op, scale, dtype), out, accumulate)
+        lengths, starts = device_bounds(first, lengths, starts)
+        if size is None and starts is not None:
+            raise ValueError("size: required when starts is a device tensor (it is never read on the host)")
+        size = check_size(capacities[0] if size is None else size)
+        check_out(out, tensors, (size, *row_shape), out_dtype)
+        return deliver(operators.padded_sum_device(first, starts, lengths, size, *numerics), out, accumulate)
     begins = starts
     if not compiling:
-        lengths, begins, size = check_host_lengths(lengths, starts, [capacity] * num_ranks, size)
-    elif size is None:
-        size = capacity if starts is None else max(s + n for s, n in zip(starts, lengths))
+        lengths, begins, size = check_host_lengths(lengths, starts, capacities, size)
+    elif size is None:  # values are symbols here; the operator checks them when it runs
+        size = max(capacities) if starts is None else max(s + n for s, n in zip(starts, lengths))
     assert size is not None
-    check_out(out, [x], (size, *x.shape[2:]), out_dtype)
-    begins = [] if starts is None else begins
-    return deliver(operators.padded_sum(x, begins, [], lengths, size, op, scale, dtype), out, accumulate)
-
-
-def _listed(
-    shards: Sequence[Tensor],
-    lengths: Any,
-    starts: Any,
-    size: int | None,
-    op: str,
-    scale: float | None,
-    out_dtype: torch.dtype | None,
-    out: Tensor | None,
-    accumulate: bool,
-) -> Tensor:
-    shards = check_shards(shards)
-    first = shards[0]
-    compiling = torch.compiler.is_compiling()
-    scale, out_dtype = check_numerics(op, scale, first.dtype, out_dtype, out)
-    for name, value in (("lengths", lengths), ("starts", starts)):
-        if isinstance(value, Tensor) and not value.is_cpu:
-            raise ValueError(f"{name}: a device tensor needs padded shards (R, S_MAX, *F), not a list")
-    lengths, starts = to_host(len(shards), lengths, starts)
-    capacities = [shard.shape[0] for shard in shards]
-    lengths = capacities if lengths is None else lengths
-    if compiling:  # values are symbols here; the operator checks them when it runs
-        starts = starts or [0] * len(shards)
-        size = max(s + n for s, n in zip(starts, lengths)) if size is None else size
+    check_out(out, tensors, (size, *row_shape), out_dtype)
+    if padded:
+        total = operators.padded_sum(first, [] if starts is None else begins, [], lengths, size, *numerics)
     else:
-        lengths, starts, size = check_host_lengths(lengths, starts, capacities, size)
-    assert size is not None
-    check_out(out, shards, (size, *first.shape[1:]), out_dtype)
-    rows = [s if n == s.shape[0] else s[:n] for s, n in zip(shards, lengths)]
-    dtype = accumulator_dtype(first.dtype) if accumulate else out_dtype
-    told = lengths if compiling else None  # else checked above
-    return deliver(operators.ragged_sum(rows, starts, size, told, op, scale, dtype), out, accumulate)
+        rows = [s if n == s.shape[0] else s[:n] for s, n in zip(tensors, lengths)]
+        told = lengths if compiling else None  # else checked above
+        total = operators.ragged_sum(rows, begins or [0] * len(rows), size, told, *numerics)
+    return deliver(total, out, accumulate)

@@ -16,14 +16,13 @@ spread_plan       the adjoint: a new ``(num_shards, capacity, *F)`` in which eve
                   mean or a scale does to x, the caller has done.
 
 Sums of rows as collectives have them. Callers have checked shapes, dtypes and devices; ``out`` is contiguous
-``(size, *F)`` and is overwritten (or added to, with ``accumulate``):
+``(size, *F)`` and is overwritten:
 
 sum_rows           rows[r] is ``(length_r, *F)``, contiguous, at position ``starts[r]``; what lies outside
-                   ``[0, size)`` is dropped (starts may be negative). Read in place.
-sum_rows_carry     the same sum, going on from ``carry``, which has out's shape and the accumulator's dtype: what rows
-                   elsewhere added up to, unrounded, never -0.0, ``carried`` of them at every position (for the mean).
-                   None is +0.0. With ``out`` in that dtype, no mean and no scale, the sum can go on elsewhere; ``out``
-                   may be ``carry``.
+                   ``[0, size)`` is dropped (starts may be negative). Read in place. The sum goes on from ``carry``,
+                   which has out's shape and the accumulator's dtype: what rows elsewhere added up to, unrounded, never
+                   -0.0, ``carried`` of them at every position (for the mean). None is +0.0. With ``out`` in that
+                   dtype, no mean and no scale, the sum can go on elsewhere; ``out`` may be ``carry``.
 sum_padded_device  x is ``(R, S_MAX, *F)``, each ``x[r]`` contiguous (any stride between them), with int32 or int64
                    lengths and starts on x's device, never synchronised; values are clamped (csrc/row_table.h).
 
@@ -45,7 +44,6 @@ from ..native import loader as native
 from .plan import SumPlan
 
 _library = torch.library.Library("shardsum", "FRAGMENT")
-_TAIL = "bool mean, float? scale, bool accumulate) -> ()"
 for _schema in (
     "sum_plan(Tensor(a!) out, Tensor x, Tensor plan) -> ()",
     "sum_plan.list(Tensor(a!) out, Tensor[] shards, Tensor plan) -> ()",
@@ -54,10 +52,8 @@ for _schema in (
     "sum_plan_new.list(Tensor[] shards, Tensor plan) -> Tensor",
     "sum_plan_new.masked(Tensor x, Tensor mask, Tensor plan) -> Tensor",
     "spread_plan(Tensor x, Tensor plan, int num_shards, int capacity) -> Tensor",
-    "sum_rows(Tensor(a!) out, Tensor[] rows, int[] starts, " + _TAIL,
-    "sum_rows_carry(Tensor(a!) out, Tensor? carry, Tensor[] rows, int[] starts, int carried, bool mean, float? scale) "
-    "-> ()",
-    "sum_padded_device(Tensor(a!) out, Tensor x, Tensor? starts, Tensor lengths, " + _TAIL,
+    "sum_rows(Tensor(a!) out, Tensor? carry, Tensor[] rows, int[] starts, int carried, bool mean, float? scale) -> ()",
+    "sum_padded_device(Tensor(a!) out, Tensor x, Tensor? starts, Tensor lengths, bool mean, float? scale) -> ()",
 ):
     _library.define(_schema)
 
@@ -147,17 +143,6 @@ def unpack_bits(mask: Tensor, size: int) -> Tensor:
 
 
 def _sum_rows(
-    out: Tensor, rows: list[Tensor], starts: list[int], mean: bool, scale: float | None, accumulate: bool
-) -> None:
-    native.note_fallback(out.device)
-    previous = out if accumulate else None
-    op = "mean" if mean else "sum"
-    out.copy_(
-        reference.ragged_sum(rows, starts, out.shape[0], op=op, scale=scale, out_dtype=out.dtype, previous=previous)
-    )
-
-
-def _sum_rows_carry(
     out: Tensor, carry: Tensor | None, rows: list[Tensor], starts: list[int], carried: int, mean: bool,
     scale: float | None,
 ) -> None:  # fmt: skip
@@ -170,7 +155,7 @@ def _sum_rows_carry(
 
 
 def _sum_padded_device(
-    out: Tensor, x: Tensor, starts: Tensor | None, lengths: Tensor, mean: bool, scale: float | None, accumulate: bool
+    out: Tensor, x: Tensor, starts: Tensor | None, lengths: Tensor, mean: bool, scale: float | None
 ) -> None:
     # Without a synchronisation the bounds are a mask over gathered positions.
     native.note_fallback(out.device)
@@ -185,8 +170,8 @@ def _sum_padded_device(
     else:
         index = local.clamp(0, capacity - 1).reshape(*local.shape, *[1] * (x.dim() - 2))
         rows = torch.gather(x, 1, index.expand(-1, -1, *x.shape[2:]))
-    op, previous = "mean" if mean else "sum", out if accumulate else None
-    out.copy_(reference.masked_sum(rows, mask, op=op, scale=scale, out_dtype=out.dtype, previous=previous))
+    op = "mean" if mean else "sum"
+    out.copy_(reference.masked_sum(rows, mask, op=op, scale=scale, out_dtype=out.dtype))
 
 
 def _after_loading(overload: Any, fallback: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,7 +189,6 @@ for _overload, _fallback in (
     (_ops.sum_plan_new.masked, _sum_plan_new_masked),
     (_ops.spread_plan.default, _spread_plan),
     (_ops.sum_rows.default, _sum_rows),
-    (_ops.sum_rows_carry.default, _sum_rows_carry),
     (_ops.sum_padded_device.default, _sum_padded_device),
 ):
     _library.impl(_overload.name(), _after_loading(_overload, _fallback), "CompositeExplicitAutograd")
@@ -235,5 +219,4 @@ sum_plan_new_list = _ops.sum_plan_new.list._op
 sum_plan_new_masked = _ops.sum_plan_new.masked._op
 spread_plan = _ops.spread_plan.default._op
 sum_rows = _ops.sum_rows.default._op
-sum_rows_carry = _ops.sum_rows_carry.default._op
 sum_padded_device = _ops.sum_padded_device.default._op

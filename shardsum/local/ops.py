@@ -16,7 +16,6 @@ accumulator's dtype, rounded once to the shards' dtype, and copied to every shar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,20 +59,8 @@ def _ragged_sum(
         check_host_lengths(lengths, starts, [s.shape[0] for s in shards], size)
     out = shards[0].new_empty((size, *shards[0].shape[1:]), dtype=dtype)
     rows = [readable(s.contiguous()) for s in shards]
-    kernels.sum_rows(out, rows, starts, op == "mean", scale, False)
+    kernels.sum_rows(out, None, rows, starts, 0, op == "mean", scale)
     return out
-
-
-def _ragged_sum_fake(
-    shards: list[Tensor],
-    starts: Sequence[int],
-    size: int,
-    lengths: Sequence[int] | None,
-    op: str,
-    scale: float | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return shards[0].new_empty((size, *shards[0].shape[1:]), dtype=dtype)
 
 
 def _ragged_sum_adjoint(
@@ -96,22 +83,16 @@ def _ragged_sum_adjoint(
     return rows
 
 
-def _ragged_sum_adjoint_fake(
-    grad: Tensor, starts: Sequence[int], lengths: Sequence[int], op: str, scale: float | None, dtype: torch.dtype
-) -> list[Tensor]:
-    return [grad.new_empty((n, *grad.shape[1:]), dtype=dtype) for n in lengths]
-
-
 # ``lengths`` is what compiled code has cut its shards to, with values that are only known, and checked, when it runs.
 ragged_sum = define(
     "ragged_sum(Tensor[] shards, SymInt[] starts, SymInt size, SymInt[]? lengths, " + _TAIL + "Tensor",
     _ragged_sum,
-    _ragged_sum_fake,
+    lambda shards, starts, size, *tail: shards[0].new_empty((size, *shards[0].shape[1:]), dtype=tail[-1]),
 )
 ragged_sum_adjoint = define(
     "ragged_sum_adjoint(Tensor grad, SymInt[] starts, SymInt[] lengths, " + _TAIL + "Tensor[]",
     _ragged_sum_adjoint,
-    _ragged_sum_adjoint_fake,
+    lambda grad, starts, lengths, *tail: [grad.new_empty((n, *grad.shape[1:]), dtype=tail[-1]) for n in lengths],
 )
 
 
@@ -133,13 +114,6 @@ def _padded_sum(
         raise
 
 
-def _padded_sum_fake(
-    x: Tensor, starts: list[int], firsts: list[int], lengths: list[int], size: int, op: str, scale: float | None,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return x.new_empty((size, *x.shape[2:]), dtype=dtype)
-
-
 def _padded_sum_adjoint(
     grad: Tensor, starts: list[int], firsts: list[int], lengths: list[int], capacity: int, op: str,
     scale: float | None, dtype: torch.dtype,
@@ -155,24 +129,19 @@ def _padded_sum_adjoint(
     return kernels.spread_plan(spread, plan, len(lengths), capacity)
 
 
-def _padded_sum_adjoint_fake(
-    grad: Tensor, starts: list[int], firsts: list[int], lengths: list[int], capacity: int, op: str,
-    scale: float | None, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return grad.new_empty((len(lengths), capacity, *grad.shape[1:]), dtype=dtype)
-
-
 padded_sum = define(
     "padded_sum(Tensor x, SymInt[] starts, SymInt[] firsts, SymInt[] lengths, SymInt size, " + _TAIL + "Tensor",
     _padded_sum,
-    _padded_sum_fake,
+    lambda x, starts, firsts, lengths, size, *tail: x.new_empty((size, *x.shape[2:]), dtype=tail[-1]),
 )
 padded_sum_adjoint = define(
     "padded_sum_adjoint(Tensor grad, SymInt[] starts, SymInt[] firsts, SymInt[] lengths, SymInt capacity, "
     + _TAIL
     + "Tensor",
     _padded_sum_adjoint,
-    _padded_sum_adjoint_fake,
+    lambda grad, starts, firsts, lengths, capacity, *tail: grad.new_empty(
+        (len(lengths), capacity, *grad.shape[1:]), dtype=tail[-1]
+    ),
 )
 
 
@@ -188,25 +157,8 @@ def _padded_sum_device(
     native.load()
     check_op(op, scale, x.dtype)
     out = x.new_empty((size, *x.shape[2:]), dtype=dtype)
-    kernels.sum_padded_device(out, readable(row_contiguous(x)), starts, lengths, op == "mean", scale, False)
+    kernels.sum_padded_device(out, readable(row_contiguous(x)), starts, lengths, op == "mean", scale)
     return out
-
-
-def _padded_sum_device_fake(
-    x: Tensor, starts: Tensor | None, lengths: Tensor, size: int, op: str, scale: float | None, dtype: torch.dtype
-) -> Tensor:
-    return x.new_empty((size, *x.shape[2:]), dtype=dtype)
-
-
-def _device_positions(
-    starts: Tensor | None, lengths: Tensor, capacity: int, size: int, device: Any
-) -> tuple[Tensor, Tensor]:
-    """For each padded row ``(R, capacity)``: the position it contributes to, and whether it does."""
-    n = lengths.to(device).clamp(0, capacity)[:, None]
-    begin = torch.zeros_like(n) if starts is None else starts.to(device).clamp(0, size)[:, None]
-    row = torch.arange(capacity, device=device)
-    position = begin + row
-    return position, (row < n) & (position < size)
 
 
 def _padded_sum_device_adjoint(
@@ -221,25 +173,30 @@ def _padded_sum_device_adjoint(
     size = grad.shape[0]
     if size == 0 or capacity == 0:
         return grad.new_zeros((lengths.shape[0], capacity, *grad.shape[1:]), dtype=dtype)
-    position, valid = _device_positions(starts, lengths, capacity, size, grad.device)
+    # Of every padded row ``(R, capacity)``: the position it contributes to, and whether it does.
+    n = lengths.to(grad.device).clamp(0, capacity)[:, None]
+    begin = torch.zeros_like(n) if starts is None else starts.to(grad.device).clamp(0, size)[:, None]
+    row = torch.arange(capacity, device=grad.device)
+    valid = (row < n) & (begin + row < size)
+    position = (begin + row).clamp(max=size - 1)
     count = None
     if op == "mean":
         count = torch.zeros(size, dtype=torch.int64, device=grad.device)
-        count.index_put_((position.clamp(max=size - 1).flatten(),), valid.flatten().to(torch.int64), accumulate=True)
+        count.index_put_((position.flatten(),), valid.flatten().to(torch.int64), accumulate=True)
     spread = finish_gradient(grad, count, scale, dtype)
-    return select(valid, spread[position.clamp(max=size - 1)])
+    return select(valid, spread[position])
 
 
 padded_sum_device = define(
     "padded_sum_device(Tensor x, Tensor? starts, Tensor lengths, SymInt size, " + _TAIL + "Tensor",
     _padded_sum_device,
-    _padded_sum_device_fake,
+    lambda x, starts, lengths, size, *tail: x.new_empty((size, *x.shape[2:]), dtype=tail[-1]),
 )
 padded_sum_device_adjoint = define(
     "padded_sum_device_adjoint(Tensor grad, Tensor? starts, Tensor lengths, SymInt capacity, " + _TAIL + "Tensor",
     _padded_sum_device_adjoint,
-    lambda grad, starts, lengths, capacity, op, scale, dtype: grad.new_empty(
-        (lengths.shape[0], capacity, *grad.shape[1:]), dtype=dtype
+    lambda grad, starts, lengths, capacity, *tail: grad.new_empty(
+        (lengths.shape[0], capacity, *grad.shape[1:]), dtype=tail[-1]
     ),
 )
 

@@ -194,7 +194,7 @@ class Run:
         rows = [self.readable[r] if r in self.readable else self.rows.pop((piece, r)) for r in fold.sources]
         carry = None if fold.came is None else self.at(fold.came, n, piece)
         mean, scale = (self.reduce.op == "mean", self.reduce.scale) if fold.ends else (False, None)
-        kernels.sum_rows_carry(self.at(fold.to, n, piece), carry, rows, fold.starts, fold.carried, mean, scale)
+        kernels.sum_rows(self.at(fold.to, n, piece), carry, rows, fold.starts, fold.carried, mean, scale)
 
     def fold_over_peers(self, launch: Launch) -> None:
         pieces, accumulators = self.plan.carry.pieces, None

@@ -21,7 +21,7 @@ from shardsum.core.numerics import NATIVE_DTYPES, accumulator_dtype
 from shardsum.local import kernels
 from shardsum.local.plan import SumPlan
 from shardsum.native import loader as native
-from tests.problems import sum_masked, sum_padded
+from tests.problems import sum_masked, sum_padded, sum_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,7 +91,7 @@ def check_rows(
         out.copy_(make(shape, out_dtype, 99))
         previous = out.clone()
     want = reference.ragged_sum(rows, starts, size, op=op, scale=scale, out_dtype=out_dtype, previous=previous)
-    kernels.sum_rows(out, rows, starts, op == "mean", scale, accumulate)
+    sum_rows(out, rows, starts, op == "mean", scale, accumulate)
     assert_bits(out, want)
 
 
@@ -123,10 +123,10 @@ def test_carried_sums_equal_the_whole(dtype: torch.dtype, out_dtype: torch.dtype
             rows = [make((n, *features), dtype, r) for r, n in enumerate(lengths)]
             want = reference.ragged_sum(rows, starts, size, op=op, scale=scale, out_dtype=out_dtype)
             carry = offset_view(poison((size, *features), acc), offset)
-            kernels.sum_rows_carry(carry, None, rows[:cut], starts[:cut], 0, False, None)
+            kernels.sum_rows(carry, None, rows[:cut], starts[:cut], 0, False, None)
             for out in (offset_view(poison((size, *features), out_dtype), offset), carry):
                 if out.dtype == out_dtype:
-                    kernels.sum_rows_carry(out, carry, rows[cut:], starts[cut:], cut, op == "mean", scale)
+                    kernels.sum_rows(out, carry, rows[cut:], starts[cut:], cut, op == "mean", scale)
                     assert_bits(out, want)
 
 
@@ -174,7 +174,7 @@ def test_sum_padded_large(dtype: torch.dtype, lengths_of: str) -> None:
         sum_padded(out, x, [], lengths, False, None, False)
         assert_bits(out, want)
         out = poison((size, width), dtype)
-        kernels.sum_padded_device(out, x, None, torch.tensor(lengths, device="cuda"), False, None, False)
+        kernels.sum_padded_device(out, x, None, torch.tensor(lengths, device="cuda"), False, None)
         assert_bits(out, want)
 
 
@@ -194,7 +194,7 @@ def test_sum_padded_small_of_many_ranks(dtype: torch.dtype, num_ranks: int) -> N
                 sum_padded(out, x, starts, ends, False, None, False)
                 assert_bits(out, want)
                 out = poison((size, width), dtype)
-                kernels.sum_rows(out, rows[::-1], starts[::-1], False, None, False)
+                sum_rows(out, rows[::-1], starts[::-1], False, None)
                 assert_bits(out, reference.ragged_sum(rows[::-1], starts[::-1], size, out_dtype=dtype))
 
 
@@ -209,7 +209,7 @@ def test_sum_padded_in_wide_and_narrow_tiles(num_ranks: int, size: int, width: i
     sum_padded(out, x, [], lengths, False, None, False)
     assert_bits(out, want)
     out = poison((size, width), x.dtype)
-    kernels.sum_padded_device(out, x, None, torch.tensor(lengths, device="cuda"), False, None, False)
+    kernels.sum_padded_device(out, x, None, torch.tensor(lengths, device="cuda"), False, None)
     assert_bits(out, want)
 
 
@@ -227,7 +227,7 @@ def test_device_bounds_are_clamped(index_dtype: torch.dtype, width: int) -> None
         begins = [min(max(s, 0), size) for s in raw_starts]
         want = reference.ragged_sum(rows, begins, size, op="mean", out_dtype=torch.float32)
         out = poison((size, width), torch.float32)
-        kernels.sum_padded_device(out, x, starts, lengths, True, None, False)
+        kernels.sum_padded_device(out, x, starts, lengths, True, None)
         assert_bits(out, want)
 
 
@@ -360,10 +360,10 @@ def test_graph_replays_with_other_lengths(size: int, width: int) -> None:
     x = make((num_ranks, size, width), torch.bfloat16, 5)
     lengths = torch.zeros(num_ranks, dtype=torch.int64, device="cuda")
     out = poison((size, width), torch.bfloat16)
-    kernels.sum_padded_device(out, x, None, lengths, False, None, False)
+    kernels.sum_padded_device(out, x, None, lengths, False, None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.sum_padded_device(out, x, None, lengths, False, None, False)
+        kernels.sum_padded_device(out, x, None, lengths, False, None)
     rng = random.Random(size)
     for _ in range(100):
         now = [rng.randint(0, size) for _ in range(num_ranks)]
@@ -391,7 +391,7 @@ def test_the_current_stream_is_used() -> None:
 def test_cpu_and_cuda_give_the_same_bits() -> None:
     rows = [make((n, 33), torch.bfloat16, n) for n in (100, 0, 77, 100, 1)]
     out = poison((100, 33), torch.bfloat16)
-    kernels.sum_rows(out, rows, [0] * 5, True, 0.1, False)
+    sum_rows(out, rows, [0] * 5, True, 0.1)
     host = torch.empty((100, 33), dtype=torch.bfloat16)
-    kernels.sum_rows(host, [r.cpu() for r in rows], [0] * 5, True, 0.1, False)
+    sum_rows(host, [r.cpu() for r in rows], [0] * 5, True, 0.1)
     assert bits.equal(out, host)

@@ -19,7 +19,7 @@ from shardsum.core import bits, reference
 from shardsum.core.numerics import NATIVE_DTYPES, accumulator_dtype
 from shardsum.local import kernels
 from shardsum.native import loader as native
-from tests.problems import sum_masked, sum_padded
+from tests.problems import sum_masked, sum_padded, sum_rows
 
 if os.environ.get("SHARDSUM_BACKEND") == "torch" or not (shutil.which("g++") or shutil.which("c++")):
     pytest.skip("the native CPU kernels are not built here", allow_module_level=True)
@@ -100,16 +100,18 @@ def test_rows_equal_the_reference(isas, config, trailing, num_rows, capacity, da
     def expected(at):
         return lambda **kwargs: reference.ragged_sum(rows, at, size, **kwargs)
 
-    check(isas, lambda out, *end: kernels.sum_rows(out, rows, starts, *end), expected(starts), size, trailing, config)
+    check(isas, lambda out, *end: sum_rows(out, rows, starts, *end), expected(starts), size, trailing, config)
 
     index = data.draw(st.sampled_from((torch.int32, torch.int64)))
     bounds = torch.tensor(starts, dtype=index), torch.tensor(lengths, dtype=index) + (capacity == 7) * 3
     clamped = [max(s, 0) for s in starts]
     if capacity == 7:  # lengths beyond the capacity are clamped to it
         rows = [x[r, : min(n + 3, 7)] for r, n in enumerate(lengths)]
+    config = {**config, "accumulate": False}  # which it does not
     check(
-        isas, lambda out, *e: kernels.sum_padded_device(out, x, *bounds, *e), expected(clamped), size, trailing, config
-    )
+        isas, lambda out, *e: kernels.sum_padded_device(out, x, *bounds, *e[:2]), expected(clamped), size, trailing,
+        config,
+    )  # fmt: skip
 
 
 @settings(max_examples=100, deadline=None)
@@ -169,7 +171,7 @@ def test_every_conversion_is_to_nearest_even(isas, source, target):
     for isa in isas:
         native.limit_cpu_isa(isa)
         out = torch.empty(len(x), dtype=target)
-        kernels.sum_rows(out, [x], [0], False, None, False)
+        sum_rows(out, [x], [0], False, None)
         assert bits.equal(out, want), (isa, bits.first_difference(out, want))
 
 
@@ -186,7 +188,7 @@ def test_many_threads_and_streamed_outputs(isas, dtype):
         native.limit_cpu_isa(isa)
         for offset in (0, 3):
             out = torch.empty(size * width + offset, dtype=out_dtype)[offset:].view(size, width)
-            kernels.sum_rows(out, rows, [0] * 4, False, None, False)
+            sum_rows(out, rows, [0] * 4, False, None)
             assert bits.equal(out, want), (isa, bits.first_difference(out, want))
 
 
@@ -211,7 +213,7 @@ def test_offsets_beyond_32_bits():
     row = torch.empty(2**32 + 8, dtype=torch.uint8)  # untouched pages cost nothing
     row[-8:] = torch.tensor([0] * 7 + [9])
     out = torch.empty(8, dtype=torch.int64)
-    kernels.sum_rows(out, [row], [-(2**32)], False, None, False)
+    sum_rows(out, [row], [-(2**32)], False, None)
     assert out.tolist() == [0] * 7 + [9]
 
 
@@ -233,7 +235,7 @@ def test_integers_wrap_and_halves_overflow_once():
 def _reversed_order(x, lengths, size):
     out = torch.empty(size, x.shape[2])
     rows = [x[r, :n] for r, n in enumerate(lengths)]
-    kernels.sum_rows(out, rows[::-1], [0] * len(rows), False, None, False)
+    sum_rows(out, rows[::-1], [0] * len(rows), False, None)
     return out
 
 
@@ -281,11 +283,11 @@ def test_mutants_are_seen(mutant):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda out, x: kernels.sum_rows(out, [x[0], x[1, :, :2]], [0, 0], False, None, False),
-        lambda out, x: kernels.sum_rows(out, [x[0], x[1].t()], [0, 0], False, None, False),
-        lambda out, x: kernels.sum_rows(out, [x[0]], [0, 0], False, None, False),
-        lambda out, x: kernels.sum_rows(out, [x[0], x[1].double()], [0, 0], False, None, False),
-        lambda out, x: kernels.sum_padded_device(out, x, None, torch.ones(3, dtype=torch.int64), False, None, False),
+        lambda out, x: sum_rows(out, [x[0], x[1, :, :2]], [0, 0], False, None),
+        lambda out, x: sum_rows(out, [x[0], x[1].t()], [0, 0], False, None),
+        lambda out, x: sum_rows(out, [x[0]], [0, 0], False, None),
+        lambda out, x: sum_rows(out, [x[0], x[1].double()], [0, 0], False, None),
+        lambda out, x: kernels.sum_padded_device(out, x, None, torch.ones(3, dtype=torch.int64), False, None),
         lambda out, x: sum_masked(out, x, torch.ones(2, 3, dtype=torch.bool)),
         lambda out, x: sum_masked(out, x, torch.ones(2, 4)),
     ],
@@ -321,13 +323,13 @@ def test_a_carried_sum_equals_the_whole(isas, config, trailing, num_rows, capaci
         native.limit_cpu_isa(isa)
         acc = accumulator_dtype(config["dtype"])
         carry = values((size, *trailing), acc, 1, config["offset"])
-        kernels.sum_rows_carry(carry, None, rows[:cut], starts[:cut], 0, False, None)
+        kernels.sum_rows(carry, None, rows[:cut], starts[:cut], 0, False, None)
         out = values((size, *trailing), config["out_dtype"], 2, config["offset"])
         rest = rows[cut:] or [x[0, :0]], starts[cut:] or [0]
-        kernels.sum_rows_carry(out, carry, *rest, cut, mean, config["scale"])
+        kernels.sum_rows(out, carry, *rest, cut, mean, config["scale"])
         assert bits.equal(out, want), (isa, bits.first_difference(out, want))
         if end["out_dtype"] == acc:
-            kernels.sum_rows_carry(carry, carry, *rest, cut, mean, config["scale"])
+            kernels.sum_rows(carry, carry, *rest, cut, mean, config["scale"])
             assert bits.equal(carry, want), (isa, "in place")
 
 
@@ -335,4 +337,4 @@ def test_a_carry_that_does_not_fit_is_refused():
     out, row = torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bfloat16)
     for carry in (torch.zeros(3, 2, dtype=torch.bfloat16), torch.zeros(2, 2), torch.zeros(2, 3).t()):
         with pytest.raises(RuntimeError, match="carry"):
-            kernels.sum_rows_carry(out, carry, [row], [0], 1, False, None)
+            kernels.sum_rows(out, carry, [row], [0], 1, False, None)

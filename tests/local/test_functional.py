@@ -31,7 +31,7 @@ def test_ragged_sum_equals_reference_in_every_form(p: dict) -> None:
     out = torch.full_like(expected, 77)
     device_form(
         out, operators.readable(operators.row_contiguous(x)), torch.tensor(starts), torch.tensor(lengths),
-        kwargs["op"] == "mean", kwargs["scale"], False,
+        kwargs["op"] == "mean", kwargs["scale"],
     )  # fmt: skip
     assert_same(out, expected)
 

@@ -252,6 +252,14 @@ def test_compiled_accumulate_and_default_size(dtype: torch.dtype) -> None:
     assert_same(add(previous.clone(), *x), expected)
 
 
+def test_compiled_lists_have_the_size_of_eager_ones() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def total(*shards: torch.Tensor) -> torch.Tensor:
+        return shardsum.ragged_sum(shards, [3, 1, 2, 0])
+
+    assert_same(total(*b0()), shardsum.ragged_sum(list(b0()), [3, 1, 2, 0]))  # (6,), as the shards, not (3,)
+
+
 @pytest.mark.parametrize("lengths, starts, size, message", [
     ([9, 1, 1, 1], None, 9, "lengths: virtual rank 0 has 9, but its shard holds 6"),
     ([2, -2, 1, 1], None, 9, "lengths: virtual rank 1 has -2"),
