@@ -161,7 +161,7 @@ def check_out(out: Tensor, shards: Sequence[Tensor], shape: Sequence[int | None]
     extent)."""
     if not is_strided(out):
         raise ValueError(f"out: expected a Tensor, got {describe(out)}")
-    fits = out.dim() == len(shape) and all(n is None or n == m for n, m in zip(shape, out.shape))
+    fits = out.shape == shape or (out.dim() == len(shape) and all(n in (None, m) for n, m in zip(shape, out.shape)))
     if not fits or out.dtype != dtype or out.device != shards[0].device:
         result = f"{dtype} {tuple('size' if n is None else n for n in shape)} on {shards[0].device}"
         raise ValueError(f"out: {describe(out)} on {out.device}, but the result is {result}")

@@ -120,11 +120,12 @@ class OneShot(Prepared):
         wire, plan, arriving = self._executor.wire, self._plan, self._arriving(shards)
         yield next(arriving)
         for cut, arrived in arriving:
-            parts = []
-            for q, out, rows in zip(self._sinks, outs, arrived):
-                begin, end = (position - plan.sinks[q][0] for position in cut.sinks[q])
-                parts.append(out if self.route.chunks == 1 else out[begin:end])
-                fill(parts[-1], rows, self._reduce)
+            parts = outs
+            if self.route.chunks > 1:
+                bounds = ((plan.sinks[q][0], *cut.sinks[q]) for q in self._sinks)
+                parts = [out[begin - first : end - first] for out, (first, begin, end) in zip(outs, bounds)]
+            for part, rows in zip(parts, arrived):
+                fill(part, rows, self._reduce)
             if wire is not None:
                 wire.verify(parts)
 

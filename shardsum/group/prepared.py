@@ -44,13 +44,14 @@ class Prepared:
     def _arriving(self, shards: Sequence[Tensor]) -> Iterator[Any]:
         """None, once the first transfers have started. Then every chunk with the rows of the hosted sinks; while they
         are summed, those of the next chunk travel."""
-        wire, pending = self._executor.wire, self._chunks[0][1].start(shards, self._executor.wire)
+        wire, ((cut, transport), *later) = self._executor.wire, self._chunks
+        pending = transport.start(shards, wire)
         yield None
-        for (cut, _), following in zip(self._chunks, [*self._chunks[1:], None]):
-            ahead = None if following is None else following[1].start(shards, wire)
+        for next_cut, transport in later:
+            ahead = transport.start(shards, wire)
             yield cut, pending.wait(wire)
-            if ahead is not None:
-                pending = ahead
+            cut, pending = next_cut, ahead
+        yield cut, pending.wait(wire)
 
     def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
         """Begin the exchange of contiguous shards ``(|I_r|, *F)``. With lengths on the device it is that of
