@@ -22,9 +22,10 @@ import torch.distributed as dist
 from ..native import loader as native
 from ..transports import Wire, stamp
 from ..transports.headers import Headers
+from ..transports.store import StoreGone
 from .failures import Failures, weakly
 from .regions import Regions
-from .side_channel import LONGEST_PAUSE_S, StoreGone
+from .side_channel import LONGEST_PAUSE_S
 from .statements import common_error, compare, settle
 
 Signature = Mapping[str, Any]

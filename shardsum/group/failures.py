@@ -17,8 +17,10 @@ import torch.distributed as dist
 
 from ..transports import Wire
 from ..transports.stamps import Step
+from ..transports.store import StoreGone
+from ..transports.tagged import OutOfStep
 from .busy import Busy
-from .side_channel import OutOfStep, SideChannel, StoreGone
+from .side_channel import SideChannel
 
 _GRACE_S = 1.0  # how long a process that failed waits for others to say how they fared: its error comes within two
 _STORE_LIMIT_S = 0.5  # for an operation of the store then

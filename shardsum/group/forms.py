@@ -44,11 +44,10 @@ def deliver(results: list[Tensor], terms: Terms, out: Any, single: bool) -> Any:
 
 def movable(shards: Sequence[Tensor]) -> list[Tensor]:
     """Contiguous tensors without lazy signs: bytes travel."""
-    return [s if s.is_contiguous() and not (s.is_conj() or s.is_neg()) else _plain(s) for s in shards]
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.resolve_conj().resolve_neg().contiguous()
+    return [
+        s if s.is_contiguous() and not (s.is_conj() or s.is_neg()) else s.resolve_conj().resolve_neg().contiguous()
+        for s in shards
+    ]
 
 
 def fillable(outs: list[Tensor] | None) -> list[Tensor] | None:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self, Unpack
 
-    from . import options as takes
+    from .methods import AllGatherPlan, AllReducePlan, ExchangePlan, ReduceScatterPlan
 
 
 class CollectiveGroup(Collectives):
@@ -157,11 +157,11 @@ class CollectiveGroup(Collectives):
 
     @overload
     def plan(
-        self, collective: Literal["all_reduce"], lengths: HostLengths = None, /, **options: Unpack[takes.AllReducePlan]
+        self, collective: Literal["all_reduce"], lengths: HostLengths = None, /, **options: Unpack[AllReducePlan]
     ) -> Plan[Tensor]: ...
     @overload
     def plan(
-        self, collective: Literal["all_gather"], lengths: HostLengths = None, /, **options: Unpack[takes.AllGatherPlan]
+        self, collective: Literal["all_gather"], lengths: HostLengths = None, /, **options: Unpack[AllGatherPlan]
     ) -> Plan[Tensor]: ...
     @overload
     def plan(
@@ -169,11 +169,11 @@ class CollectiveGroup(Collectives):
         collective: Literal["reduce_scatter"],
         lengths: HostLengths = None,
         /,
-        **options: Unpack[takes.ReduceScatterPlan],
+        **options: Unpack[ReduceScatterPlan],
     ) -> Plan[list[Tensor]]: ...
     @overload
     def plan(
-        self, collective: Literal["exchange"], lengths: HostLengths = None, /, **options: Unpack[takes.ExchangePlan]
+        self, collective: Literal["exchange"], lengths: HostLengths = None, /, **options: Unpack[ExchangePlan]
     ) -> Plan[list[Tensor]]: ...
     def plan(
         self,

@@ -1,13 +1,13 @@
 """The collectives as users call them, with types that tell one Tensor from a list of them.
 
-What holds for all of them is said in :mod:`shardsum.group.group`. The overloads are for type checkers; what runs is the
-last definition of each.
+What holds for all of them is said in :mod:`shardsum.group.group`. The overloads, and the options by name and type, are
+for type checkers; what runs is the last definition of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -22,12 +22,78 @@ from .planner import Planner
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from . import options as takes
-
 #: One shard gives a Tensor, a list of them a list.
 Form = TypeVar("Form", Tensor, list[Tensor])
 HostLengths = Sequence[int] | None
 Lengths = HostLengths | Tensor
+
+
+# Options of calls and of plans; what both share begins with an underscore
+
+
+class _Sums(TypedDict, total=False):
+    op: Op
+    scale: float | None
+    out_dtype: torch.dtype | None
+    name: str | None
+
+
+class _Planned(TypedDict, total=False):
+    row_shape: Sequence[int]
+    dtype: torch.dtype
+    s_max: int | None
+
+
+class _AllReduce(_Sums, total=False):
+    size: int | None
+    grad: Grad
+
+
+class AllReducePlan(_AllReduce, _Planned):
+    pass
+
+
+class AllReduce(_AllReduce, total=False):
+    out: Tensor | None
+
+
+class _ReduceScatter(_Sums, total=False):
+    size: int | None
+    splits: Sequence[int] | None
+
+
+class ReduceScatterPlan(_ReduceScatter, _Planned):
+    pass
+
+
+class ReduceScatter(_ReduceScatter, total=False):
+    out: Tensor | Sequence[Tensor] | None
+
+
+class _AllGather(TypedDict, total=False):
+    grad: Grad
+    name: str | None
+
+
+class AllGatherPlan(_AllGather, _Planned):
+    pass
+
+
+class AllGather(_AllGather, total=False):
+    out: Tensor | None
+
+
+class _Exchange(_Sums):
+    size: int
+
+
+class Exchange(_Exchange, total=False):
+    out: Tensor | Sequence[Tensor] | None
+
+
+class ExchangePlan(_Exchange, _Planned):
+    in_intervals: Sequence[Interval]
+    out_intervals: Sequence[Interval]
 
 
 class Collectives:
@@ -42,11 +108,11 @@ class Collectives:
         lengths: Lengths = None,
         *,
         async_op: Literal[False] = False,
-        **options: Unpack[takes.AllReduce],
+        **options: Unpack[AllReduce],
     ) -> Tensor: ...
     @overload
     def all_reduce(
-        self, shards: Shards, lengths: Lengths = None, *, async_op: Literal[True], **options: Unpack[takes.AllReduce]
+        self, shards: Shards, lengths: Lengths = None, *, async_op: Literal[True], **options: Unpack[AllReduce]
     ) -> Handle[Tensor]: ...
     def all_reduce(
         self,
@@ -85,11 +151,11 @@ class Collectives:
         lengths: Lengths = None,
         *,
         async_op: Literal[False] = False,
-        **options: Unpack[takes.ReduceScatter],
+        **options: Unpack[ReduceScatter],
     ) -> Form: ...
     @overload
     def reduce_scatter(
-        self, shards: Form, lengths: Lengths = None, *, async_op: Literal[True], **options: Unpack[takes.ReduceScatter]
+        self, shards: Form, lengths: Lengths = None, *, async_op: Literal[True], **options: Unpack[ReduceScatter]
     ) -> Handle[Form]: ...
     def reduce_scatter(
         self,
@@ -130,7 +196,7 @@ class Collectives:
         lengths: Sequence[int] | None = None,
         *,
         async_op: Literal[False] = False,
-        **options: Unpack[takes.AllGather],
+        **options: Unpack[AllGather],
     ) -> Tensor: ...
     @overload
     def all_gather(
@@ -139,7 +205,7 @@ class Collectives:
         lengths: Sequence[int] | None = None,
         *,
         async_op: Literal[True],
-        **options: Unpack[takes.AllGather],
+        **options: Unpack[AllGather],
     ) -> Handle[Tensor]: ...
     def all_gather(
         self,
@@ -172,7 +238,7 @@ class Collectives:
         out_intervals: Sequence[Interval],
         *,
         async_op: Literal[False] = False,
-        **options: Unpack[takes.Exchange],
+        **options: Unpack[Exchange],
     ) -> Form: ...
     @overload
     def exchange(
@@ -182,7 +248,7 @@ class Collectives:
         out_intervals: Sequence[Interval],
         *,
         async_op: Literal[True],
-        **options: Unpack[takes.Exchange],
+        **options: Unpack[Exchange],
     ) -> Handle[Form]: ...
     def exchange(
         self,

@@ -23,9 +23,8 @@ from .autograd import Exchange, PaddedExchange
 from .explain import Explanation, Stats, name_of, range_of
 from .forms import Tensors, deliver, fillable, is_single, movable, stack, traced
 from .handle import Handle, Job, start_on_cpu, start_on_stream
-from .launching import launch
 from .padded import PreparedPadded
-from .prepared import Prepared
+from .prepared import Prepared, launch
 from .terms import Terms
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ from ..core.log import log
 from ..transports import Stamp, TaggedWire, stamp
 from ..transports.stamps import Step
 from ..transports.store import BoundedStore, StoreGone, within
-from ..transports.tagged import OutOfStep
 from ..transports.watch import Board
 
 LONGEST_PAUSE_S = 0.02
@@ -195,6 +194,3 @@ class _Patience:
 def _sleep(pause: float) -> float:
     time.sleep(pause)
     return min(2 * pause, LONGEST_PAUSE_S)
-
-
-__all__ = ["OutOfStep", "SideChannel", "StoreGone"]
