@@ -124,7 +124,15 @@ def _count(planner: Planner, name: str, shards: Shards, options: Options, out: A
     """The plan of a call whose lengths are the shards' row counts: one small all_gather on the host."""
     with planner.calling(name):
         try:
-            hosted, terms, counts = _describe_counted(planner, name, shards, options)
+            _refuse_stacked(shards, planner)
+            hosted = hosted_shards(shards, planner.virtual_ranks, planner.shard_device)
+            counts, first = [s.shape[0] for s in hosted], hosted[0]
+            # These hold but for lengths, sinks and a default size.
+            longest, checked = [max(counts)] * planner.num_virtual_ranks, replace(options, splits=None)
+            terms = planner.describe(name, tuple(first.shape[1:]), first.dtype, longest, checked)
+            for v, n in zip(planner.virtual_ranks, counts):
+                if options.size is not None and n > terms.size:
+                    raise ValueError(f"lengths: virtual rank {v} has {n}, beyond size {terms.size}")
             _refuse_async_gradient(hosted, async_op)
             if out is not None and terms.replicated:
                 check_out(out, hosted, (None, *terms.row_shape), terms.reduce.dtype)
@@ -148,21 +156,6 @@ def _count(planner: Planner, name: str, shards: Shards, options: Options, out: A
         plan = planner.derived(terms)
         plan.mark_agreed(grads)
         return plan
-
-
-def _describe_counted(
-    planner: Planner, name: str, shards: Shards, options: Options
-) -> tuple[list[Tensor], Terms, list[int]]:
-    """The hosted shards, their row counts, and terms that hold but for lengths, sinks and a default size."""
-    _refuse_stacked(shards, planner)
-    hosted = hosted_shards(shards, planner.virtual_ranks, planner.shard_device)
-    counts = [s.shape[0] for s in hosted]
-    longest, checked = [max(counts)] * planner.num_virtual_ranks, replace(options, splits=None)
-    terms = planner.describe(name, tuple(hosted[0].shape[1:]), hosted[0].dtype, longest, checked)
-    for v, n in zip(planner.virtual_ranks, counts):
-        if options.size is not None and n > terms.size:
-            raise ValueError(f"lengths: virtual rank {v} has {n}, beyond size {terms.size}")
-    return hosted, terms, counts
 
 
 def _refuse_stacked(shards: Shards, planner: Planner) -> None:
