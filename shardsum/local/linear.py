@@ -44,9 +44,8 @@ class LinearOperator:
         tensors = [first] if isinstance(first, Tensor) else first
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not {*map(type, tensors)} <= _PLAIN:
             return self.overload(first, *rest)
-        if not (self.takes_list or self.returns_list) and torch._C._functorch.is_legacy_batchedtensor(
-            first
-        ):  # a batch of cotangents
+        lists = self.takes_list or self.returns_list
+        if not lists and torch._C._functorch.is_legacy_batchedtensor(first):  # a batch of cotangents
             return self.overload(first, *rest)
         transformed = torch._C._are_functorch_transforms_active()
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -55,11 +54,10 @@ class LinearOperator:
         result = (_Transformed if transformed else _Eager).apply(self, rest, *tensors)
         return list(result) if isinstance(result, tuple) else result
 
-    def adjoint_arguments(self, first: Any, rest: Sequence[Any]) -> list[Any]:
-        """What follows the cotangent in a call of the adjoint."""
-        *middle, op, scale, _ = rest
-        dtype = (first[0] if isinstance(first, list) else first).dtype
-        return [*self._arguments(first, middle), op, scale, dtype]
+    def applied(self, tensors: Sequence[Tensor], rest: Sequence[Any]) -> Any:
+        """What an autograd function returns: a Tensor or a tuple of them."""
+        result = self.implementation(list(tensors) if self.takes_list else tensors[0], *rest)
+        return tuple(result) if self.returns_list else result
 
 
 def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> LinearOperator:
@@ -72,7 +70,7 @@ def link(operator: LinearOperator, adjoint: LinearOperator, arguments: Callable[
     operator.adjoint, operator._arguments = adjoint, arguments
 
     def setup(ctx: Any, inputs: tuple, output: Any) -> None:
-        _keep(ctx, operator, inputs[0], inputs[1:])
+        _keep(ctx, operator, inputs[0] if operator.takes_list else inputs[:1], inputs[1:])
 
     def backward(ctx: Any, grad: Any) -> tuple:
         return _pull_back(ctx, grad), *[None] * len(ctx.own)
@@ -80,9 +78,12 @@ def link(operator: LinearOperator, adjoint: LinearOperator, arguments: Callable[
     registry.differentiate(operator.overload, setup, backward)
 
 
-def _keep(ctx: Any, operator: LinearOperator, first: Any, rest: Sequence[Any]) -> None:
+def _keep(ctx: Any, operator: LinearOperator, tensors: Sequence[Tensor], rest: Sequence[Any]) -> None:
     """Keep what the adjoint and the tangent need, index tensors and masks as saved tensors: both take the same ones."""
-    ctx.operator, ctx.own, ctx.adjoint = operator, list(rest), operator.adjoint_arguments(first, rest)
+    *middle, op, scale, _ = rest
+    adjoint = operator._arguments(tensors if operator.takes_list else tensors[0], middle)
+    ctx.operator, ctx.own, ctx.adjoint = operator, list(rest), [*adjoint, op, scale, tensors[0].dtype]
+    ctx.shapes = [t.shape for t in tensors]
     # Lengths are cloned: the caller may write the next step's before this step's backward.
     kept = [a.clone() if a.dim() == 1 else a for a in rest if isinstance(a, Tensor)]
     if kept:
@@ -122,11 +123,8 @@ class _Linear(torch.autograd.Function):
 class _Eager(_Linear):
     @staticmethod
     def forward(ctx: Any, operator: LinearOperator, rest: tuple, *tensors: Tensor) -> Any:  # type: ignore[override]
-        first = list(tensors) if operator.takes_list else tensors[0]
-        result = operator.implementation(first, *rest)
-        _keep(ctx, operator, first, rest)
-        ctx.shapes = [t.shape for t in tensors]
-        return tuple(result) if isinstance(result, list) else result
+        _keep(ctx, operator, tensors, rest)
+        return operator.applied(tensors, rest)
 
 
 class _Transformed(_Linear):
@@ -134,14 +132,12 @@ class _Transformed(_Linear):
 
     @staticmethod
     def forward(operator: LinearOperator, rest: tuple, *tensors: Tensor) -> Any:  # type: ignore[override]
-        result = operator.implementation(list(tensors) if operator.takes_list else tensors[0], *rest)
-        return tuple(result) if isinstance(result, list) else result
+        return operator.applied(tensors, rest)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         operator, rest, *tensors = inputs
-        _keep(ctx, operator, tensors if operator.takes_list else tensors[0], rest)
-        ctx.shapes = [t.shape for t in tensors]
+        _keep(ctx, operator, tensors, rest)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, operator: LinearOperator, rest: tuple, *tensors: Tensor) -> tuple[Any, Any]:
