@@ -234,8 +234,8 @@ class Carried(Prepared):
         results, wire = self._results(shards[0], outs), self._executor.wire
         assert wire is not None
         number = self._executor.peer_number()
-        run = carry.Run(self._schedule, shards, results, self._reduce, wire, self._launches, number)
-        return Job(results, run.steps(), True, wire)
+        call = carry.CarriedCall(self._schedule, shards, results, self._reduce, wire, self._launches, number)
+        return Job(results, call.steps(), True, wire)
 
 
 def fill(out: Tensor, rows: Rows, reduce: Reduce) -> None:

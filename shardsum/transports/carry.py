@@ -29,7 +29,7 @@ _AHEAD = 2  # steps by which receives are posted, and rows sent, before a fold n
 _MOST_SENDS = 64  # that nobody has waited for (gloo)
 
 
-class Run:
+class CarriedCall:
     """One call. All tensors are ``(positions, width)`` inside.
 
     Args:

@@ -21,7 +21,7 @@ from .carry_plan import CarryPlan
 from .costs import Costs, Load
 from .domains import Domains
 
-_MOST_CHUNKS = 256
+_CHUNKS = [1 << i for i in range(9)]
 _MOST_STAGES = 300_000  # of all pieces: a plan lists them
 
 
@@ -83,7 +83,7 @@ def _predict(plan: CarryPlan, domains: Domains, costs: Costs, sizes: Mapping[str
 
     most = max((length(piece.interval) for piece in plan.pieces), default=1)
     listed = sum(len(piece.stages) for piece in plan.pieces) or 1
-    counts = [c for c in (1 << i for i in range(9)) if c == 1 or (c <= min(most, _MOST_CHUNKS, _MOST_STAGES // listed))]
+    counts = [c for c in _CHUNKS if c == 1 or c <= min(most, _MOST_STAGES // listed)]
     times = {c: time(c) for c in counts}
     chunks = min(counts, key=times.__getitem__)
     return Choice(replace(plan, chunks=chunks), times[chunks], load, alone)

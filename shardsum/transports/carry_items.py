@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 from ..core.layout import Interval, length
@@ -77,8 +76,3 @@ class Message:
     def number(self) -> int:
         """It tells apart the messages of one call between two processes."""
         return self.step * len(KINDS) + KINDS.index(self.kind)
-
-    @property
-    def placed(self) -> list[tuple[Item, int]]:
-        """Every item and the position in the message at which it begins."""
-        return list(zip(self.items, accumulate(self.sizes, initial=0)))

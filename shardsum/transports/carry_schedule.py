@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..core.layout import Interval, intersect, length
@@ -96,7 +97,7 @@ class Schedule:
             (self.sends if mine else self.receives)[message.step].append(message)
             if message.kind == ACCUMULATORS or (mine and self._can_fill(message)):
                 message.is_filled = mine
-                for item, first in message.placed:
+                for item, first in zip(message.items, accumulate(message.sizes, initial=0)):
                     self.places[item.piece, item.number] = Place(message, first)
         self.steps = 1 + max((*self.sends, *self.receives, *(step for step, _, _ in self._stages)), default=-1)
         self.gaps = [
@@ -139,10 +140,8 @@ class Schedule:
 
     def written(self, index: int, number: int) -> Place:
         """Where the fold of a piece at a stage writes."""
-        piece = self.carry.pieces[index]
-        if number + 1 < len(piece.stages):
-            return self.places[index, number]
-        return self.result(index)
+        goes_on = number + 1 < len(self.carry.pieces[index].stages)
+        return self.places[index, number] if goes_on else self.result(index)
 
     @cached_property
     def folds(self) -> dict[int, list[Fold]]:

@@ -351,7 +351,7 @@ def test_bad_tuning_is_refused() -> None:
 
 
 def test_who_cannot_be_reached() -> None:
-    places = [["a", "1", "gpu0"], ["a", "1", "gpu1"]]
+    places = [["a|1", "gpu0"], ["a|1", "gpu1"]]
     visible = {"gpu0": 0, "gpu1": 1}
     assert unreachable(places[0], places, visible, False, lambda a, b: True) is None
     assert "peer access to cuda:1 of process 1" in str(
@@ -359,7 +359,7 @@ def test_who_cannot_be_reached() -> None:
     )
     assert "hidden" in str(unreachable(places[0], places, {"gpu0": 0}, False, lambda a, b: True))
     assert "another host (b)" in str(
-        unreachable(places[0], [places[0], ["b", "2", "gpu1"]], visible, False, lambda a, b: True)
+        unreachable(places[0], [places[0], ["b|2", "gpu1"]], visible, False, lambda a, b: True)
     )
     twice = [places[0], places[0]]
     assert "one GPU" in str(unreachable(places[0], twice, visible, False, lambda a, b: True))

@@ -136,8 +136,8 @@ def sums(rank: int, world: int, seeds: list[int], together: bool) -> list[str]:
             width = shards[0].shape[1:].numel()
             launches = carry_peers.launches_of(plan, rank, domains[shared], width, dtype, reduce, seed)
         schedule = carry.Schedule(plan, rank, rows=not together)
-        run = carry.Run(schedule, mine or [shards[0][:0]], outs, reduce, wire, launches, 77)
-        for _ in run.steps():
+        call = carry.CarriedCall(schedule, mine or [shards[0][:0]], outs, reduce, wire, launches, 77)
+        for _ in call.steps():
             pass
         for q, out in zip(hosted, outs):
             if not bits.equal(out, want[q]):

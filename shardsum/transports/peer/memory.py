@@ -8,9 +8,7 @@ doubles as the barrier.
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...native import loader as native
+from ..domains import host
 from .members import Group, Members
 
 Gather = Callable[[Any], list[Any]]
@@ -56,16 +55,12 @@ def available(group: Group, device: torch.device, gather: Gather) -> str | None:
 
 
 def _place(device: torch.device) -> list[str] | str:
-    """Where this process computes: host, boot and GPU; or why it cannot take part."""
+    """Where this process computes: host and GPU; or why it cannot take part."""
     if device.type != "cuda":
         return f"shards live on {device.type}, not on CUDA"
     if not native.status().has_cuda:
         return f"no native CUDA library ({native.status().reason})"
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("shardsum::peer_run", "CUDA"):
-        return "the native library has no peer kernel"
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return [platform.node(), boot.read_text().strip() if boot.exists() else "", gpu]
+    return [host(), str(torch.cuda.get_device_properties(device).uuid)]
 
 
 def unreachable(
@@ -76,15 +71,15 @@ def unreachable(
     can_access: Callable[[int, int], bool],
 ) -> str | None:
     """What keeps a process at ``mine`` from reading the memory of those at ``places``. Pure."""
-    for process, (host, boot, gpu) in enumerate(places):
-        if [host, boot] != mine[:2]:
-            return f"process {process} is on another host ({host})"
+    for process, (where, gpu) in enumerate(places):
+        if where != mine[0]:
+            return f"process {process} is on another host ({where.split('|')[0]})"
         if gpu not in visible:
             return f"the GPU of process {process} is hidden from it by CUDA_VISIBLE_DEVICES"
-        a, b = visible[mine[2]], visible[gpu]
+        a, b = visible[mine[1]], visible[gpu]
         if a != b and not can_access(a, b):
             return f"cuda:{a} has no peer access to cuda:{b} of process {process}"
-    gpus = [gpu for _, _, gpu in places]
+    gpus = [gpu for _, gpu in places]
     if len(set(gpus)) < len(gpus) and not may_share:
         return "several processes use one GPU"
     return None
