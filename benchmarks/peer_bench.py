@@ -51,7 +51,7 @@ class Peers:
         case = Collective(self.suite, Case(bytes=size, profile=profile, operation=operation))
         variants = self.scattered(case) if profile == "documents" else self.reduced(case)
         if profile == "full":
-            variants += [gather_and_sum(case), *all_to_all_and_sum(case)]
+            variants += [gather_and_sum(case), all_to_all_and_sum(case)]
         self.suite.bench.measure(case.job(variants))
 
     def reduced(self, case: Collective) -> list[Variant]:
@@ -72,9 +72,10 @@ class Peers:
             self.tune(replace(tuning, push_bytes={0: 0}, two_shot_bytes=rounds))
         call = self.transport.prepare(plan, case.width, torch.bfloat16, torch.bfloat16)
         self.tune(tuning)
-        moved = (self.world_size - 1) * max(case.lengths) * row
+        copies = self.world_size - 1
         if call.shape.two_shot:
-            moved = 2 * moved // self.world_size  # zeros do not travel
+            copies = 2 * copies / self.world_size  # zeros do not travel
+        moved = int(copies * max(case.lengths) * row), int(copies * sum(case.lengths) * row)
         bound = call.bind(bounds, (case.width,))
         return self.variant(f"peer {name}", case, case.out, lambda x: peer_call(case.out, x, bound), moved)
 
@@ -82,17 +83,20 @@ class Peers:
         (begin, end), out = case.held[self.suite.rank], torch.empty_like(case.want)
         plan = ExchangePlan(tuple(case.held), self.owners, tuple(case.chunks), self.owners, self.world_size)
         call = self.transport.prepare(plan, case.width, torch.bfloat16, torch.bfloat16)
-        moved = max(plan.egress(a) for a in self.owners) * case.width * 2
+        sent = [plan.egress(a) * case.width * 2 for a in self.owners]
+        moved = max(sent), sum(sent)
         return [self.variant("peer", case, out, lambda x: call([out], [x], (begin, end - begin)), moved)]
 
-    def variant(self, name: str, case: Collective, out: Tensor, call: Callable[[Tensor], Any], moved: int) -> Variant:
+    def variant(
+        self, name: str, case: Collective, out: Tensor, call: Callable[[Tensor], Any], moved: tuple[int, int]
+    ) -> Variant:
         def run(x: Tensor) -> Tensor:
             call(x)
             return out
 
         out.fill_(float("nan"))
         calls = [partial(run, x) for (x,) in case.inputs]
-        return Variant(name, calls, case.want, wire_bytes=(moved, moved * self.world_size))
+        return Variant(name, calls, case.want, wire_bytes=moved)
 
     def tune(self, tuning: Tuning) -> None:
         """Launch calls that are prepared from now on so."""
@@ -126,7 +130,7 @@ def gather_and_sum(case: Collective) -> Variant:
     return Variant("NCCL all_gather + kernel", [run], case.want, wire_bytes=(moved, moved * case.suite.world_size))
 
 
-def all_to_all_and_sum(case: Collective) -> list[Variant]:
+def all_to_all_and_sum(case: Collective) -> Variant:
     x, world, rank = case.padded(torch.bfloat16), case.suite.world_size, case.suite.rank
     part = x.shape[0] // world
     received, out = torch.empty_like(x), torch.full_like(x, float("nan"))
@@ -139,7 +143,7 @@ def all_to_all_and_sum(case: Collective) -> list[Variant]:
         return out
 
     moved = 2 * (world - 1) * x.nbytes // world
-    return [Variant("NCCL all_to_all + kernel + ag", [run], case.want, wire_bytes=(moved, moved * world))]
+    return Variant("NCCL all_to_all + kernel + ag", [run], case.want, wire_bytes=(moved, moved * world))
 
 
 def main() -> None:
