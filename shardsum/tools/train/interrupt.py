@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
-
 from ...training.shard_group import ShardGroup
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -33,8 +31,7 @@ class Interrupt:
 
 def anywhere(group: ShardGroup, *flags: bool) -> list[bool]:
     """For each flag, whether any process raised it. Collective."""
-    rows = [torch.tensor(flags, dtype=torch.int64, device=group.device) for _ in group.virtual_ranks]
-    return [bool(n) for n in group.all_reduce(rows, [len(flags)] * group.num_virtual_ranks, size=len(flags)).tolist()]
+    return list(map(any, zip(*group.gather_ints("anywhere", flags, len(flags)))))
 
 
 @contextmanager
