@@ -22,7 +22,7 @@ from torch import Tensor
 from ..core.checks import brief
 from . import context_ops as ops
 from . import lockstep
-from .context_checks import AttentionOptions, check_shapes, hosted_tensors
+from .context_checks import QKV, AttentionOptions, check_shapes, hosted_tensors
 from .context_chunks import Borders, to_device
 from .context_inner import attend_by
 from .context_kernels import has_lse, kernel_of
@@ -233,11 +233,10 @@ class ContextBatch:
         if (now := running(self.group)) is not None:
             return now.meet("attention", self.attention, (q, k, v), **options)
         try:
-            single, qs = hosted_tensors("q", q, ranks)
-            (_, ks), (_, vs) = hosted_tensors("k", k, ranks), hosted_tensors("v", v, ranks)
-            qs, ks, vs = (_autocast(xs) for xs in (qs, ks, vs))
+            given = [hosted_tensors(name, x, ranks) for name, x in (("q", q), ("k", k), ("v", v))]
+            single, qkv = given[0][0], [_autocast(xs) for _, xs in given]
             if not torch.compiler.is_compiling():
-                self.check(qs, ks, vs, scale, return_lse and inner is None)
+                self.check(qkv, scale, return_lse and inner is None)
                 if inner is not None and scale is not None:
                     raise ValueError(f"scale: {scale}, but inner scales the scores itself")
                 if inner is not None and return_lse and self.plan.has_chunks_of_two_calls:
@@ -246,30 +245,22 @@ class ContextBatch:
             raise self.group.refuse("attention", error) from error
         if inner is None:
             if scale is not None and scale <= 0:
-                qs, scale = _times_sign(qs, scale)
-            outs, lses = ops.attend(self, qs, ks, vs, scale, return_lse)
+                qkv[0], scale = _times_sign(qkv[0], scale)
+            outs, lses = ops.attend(self, qkv, scale, return_lse)
             lses = [x.t() for x in lses[: len(outs)]] if return_lse else []
         else:
-            outs, lses = attend_by(inner, self, qs, ks, vs, return_lse)
+            outs, lses = attend_by(inner, self, qkv, return_lse)
         if not return_lse:
             return outs[0] if single else outs
         return (outs[0], lses[0]) if single else (outs, lses)
 
-    def check(
-        self,
-        qs: Sequence[Tensor],
-        ks: Sequence[Tensor],
-        vs: Sequence[Tensor],
-        scale: float | None,
-        lse: bool = False,
-    ) -> None:
+    def check(self, qkv: QKV, scale: float | None, lse: bool = False) -> None:
         """ValueError for what :meth:`attention` cannot take."""
-        check_shapes(self.group.virtual_ranks, self.lengths, qs, ks, vs, scale)
-        if lse and not has_lse(kernel := kernel_of(qs[0], vs[0], self.window)):
-            what = f"{qs[0].dtype} on {qs[0].device.type}, window {self.window}, head dims"
-            raise ValueError(
-                f"return_lse: {what} {qs[0].shape[-1]} and {vs[0].shape[-1]} run the kernel {kernel!r}, which has none"
-            )
+        check_shapes(self.group.virtual_ranks, self.lengths, qkv, scale)
+        q, _, v = (xs[0] for xs in qkv)
+        if lse and not has_lse(kernel := kernel_of(q, v, self.window)):
+            what = f"{q.dtype} on {q.device.type}, window {self.window}, head dims {q.shape[-1]} and {v.shape[-1]}"
+            raise ValueError(f"return_lse: {what} run the kernel {kernel!r}, which has none")
 
     def explain(self) -> str:
         """Rows, keys and attention work of every process, for people."""

@@ -11,6 +11,9 @@ from torch import Tensor
 from ..core.checks import as_ints
 from ..core.numerics import check_op
 
+#: q, k and v, each of all hosted virtual ranks.
+QKV = Sequence[Sequence[Tensor]]
+
 
 class AttentionOptions(TypedDict, total=False):
     """What a batch's attention takes beside q, k, v and ``return_lse``."""
@@ -40,18 +43,11 @@ def check_lengths(lengths: Sequence[int], count: int) -> list[int]:
     return checked
 
 
-def check_shapes(
-    ranks: Sequence[int],
-    lengths: Sequence[int],
-    qs: Sequence[Tensor],
-    ks: Sequence[Tensor],
-    vs: Sequence[Tensor],
-    scale: float | None,
-) -> None:
-    """q, k and v of :meth:`shardsum.training.context.ContextBatch.attention`, of all hosted virtual ranks."""
+def check_shapes(ranks: Sequence[int], lengths: Sequence[int], qkv: QKV, scale: float | None) -> None:
+    """The arguments of :meth:`shardsum.training.context.ContextBatch.attention`."""
     shapes: list[list[tuple[int, int, int]]] = []  # each is asked for once: that takes a third of a microsecond
-    dtype, device = getattr(qs[0], "dtype", None), getattr(qs[0], "device", None)
-    for name, xs in (("q", qs), ("k", ks), ("v", vs)):
+    dtype, device = (getattr(qkv[0][0], name, None) for name in ("dtype", "device"))
+    for name, xs in zip("qkv", qkv):
         shapes.append([])
         for rank, x in zip(ranks, xs):
             if not isinstance(x, Tensor) or x.dim() != 3:

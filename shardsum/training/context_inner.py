@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import context_ops as ops
+from .context_checks import QKV
 from .context_chunks import Borders
 
 if TYPE_CHECKING:
@@ -18,12 +19,11 @@ if TYPE_CHECKING:
 def attend_by(
     inner: Callable[[Tensor, Tensor, Tensor, Borders], Any],
     batch: ContextBatch,
-    qs: Sequence[Tensor],
-    ks: Sequence[Tensor],
-    vs: Sequence[Tensor],
+    qkv: QKV,
     return_lse: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """``(outs, lses)`` per hosted chunk; no lses unless they are asked for."""
+    qs, ks, vs = qkv
     keys, values = ops.send(batch, ks, vs, "attention")
     outs, lses = [], []
     for q, key, value, chunk in zip(qs, keys, values, batch.chunks):

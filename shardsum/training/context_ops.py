@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from ..group.compiled import Kept, keep, refuse_recomputation
 from ..local.registry import define, differentiate
+from .context_checks import QKV
 from .context_kernels import backward, empty_results, forward
 
 if TYPE_CHECKING:
@@ -120,14 +121,10 @@ def _packed(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _forward(
-    batch: ContextBatch,
-    qs: Sequence[Tensor],
-    ks: Sequence[Tensor],
-    vs: Sequence[Tensor],
-    scale: float | None,
-    name: str = "attention",
+    batch: ContextBatch, qkv: QKV, scale: float | None, name: str = "attention"
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """``(keys, values, outs, lses)`` per hosted chunk."""
+    qs, ks, vs = qkv
     keys, values = send(batch, ks, vs, name, shared=True)
     results = [forward(*inputs, scale) for inputs in zip(qs, keys, values, batch.chunks)]
     outs, lses = map(list, zip(*results))
@@ -174,12 +171,12 @@ class _Attention(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, batch: ContextBatch, scale: float | None, lse: bool, name: str, *tensors: Tensor
     ) -> Any:
-        qs, ks, vs = _parts(tensors, 3)
-        keys, values, outs, lses = _forward(batch, qs, ks, vs, scale, name)
+        qkv = _parts(tensors, 3)
+        keys, values, outs, lses = _forward(batch, qkv, scale, name)
         ctx.batch, ctx.scale, ctx.name = batch, scale, name
         ctx.call = next((plan.call for plan, _ in batch.exchanges.values()), 0)
-        kept = (ks, vs) if batch.recompute_exchange else (keys, values)
-        ctx.save_for_backward(*qs, *kept[0], *kept[1], *outs, *lses)
+        ks, vs = qkv[1:] if batch.recompute_exchange else (keys, values)
+        ctx.save_for_backward(*qkv[0], *ks, *vs, *outs, *lses)
         ctx.set_materialize_grads(False)
         return (*outs, *lses) if lse else tuple(outs)
 
@@ -195,16 +192,9 @@ class _Attention(torch.autograd.Function):
         return None, None, None, None, *found
 
 
-def attend(
-    batch: ContextBatch,
-    qs: Sequence[Tensor],
-    ks: Sequence[Tensor],
-    vs: Sequence[Tensor],
-    scale: float | None,
-    lse: bool = False,
-) -> tuple[list[Tensor], list[Tensor]]:
+def attend(batch: ContextBatch, qkv: QKV, scale: float | None, lse: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     """``(outs, lses)`` per hosted chunk, with autograd. Without ``lse`` no log-sum-exps are given out."""
-    tensors = [*qs, *ks, *vs]
+    tensors, n = [x for xs in qkv for x in xs], len(qkv[0])
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         results = _operator(tensors, batch.key, scale, lse)
         if torch.compiler.is_compiling() and batch.group.world_size > 1:
@@ -213,7 +203,7 @@ def attend(
         follows = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         name = "attention and its gradient" if follows else "attention"
         results = _Attention.apply(batch, scale, lse, name, *tensors)
-    return list(results[: len(qs)]), list(results[len(qs) :])
+    return list(results[:n]), list(results[n:])
 
 
 # The registered operator
@@ -221,12 +211,12 @@ def attend(
 
 def _run(tensors: list[Tensor], key: Tensor, scale: float | None, lse: bool) -> list[Tensor]:
     batch = _batch_of(key)
-    qs, ks, vs = _parts(tensors, 3)
+    qkv = _parts(tensors, 3)
     try:
-        batch.check(qs, ks, vs, scale, lse)
+        batch.check(qkv, scale, lse)
     except ValueError as error:
         raise batch.group.refuse("attention", error) from error
-    _, _, outs, lses = _forward(batch, qs, ks, vs, scale)
+    _, _, outs, lses = _forward(batch, qkv, scale)
     _origin(batch)  # notes this call
     return [*outs, *lses]
 
