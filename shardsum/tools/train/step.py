@@ -57,8 +57,8 @@ class Step:
         loss_per_position = torch.zeros(self.document_length, 2, device=self.group.device)
         for batch in batches:
             token_losses = self._forward(batch)
-            counts = [torch.tensor(losses.numel(), device=losses.device) for losses in token_losses]
-            mean, count = self.group.token_mean([losses.sum() for losses in token_losses], counts)
+            sums, counts = [losses.sum() for losses in token_losses], list(map(len, token_losses))
+            mean, count = self.group.token_mean(sums, counts)
             part = mean * (count / num_tokens)
             part.backward()
             loss += part.detach()
@@ -84,8 +84,7 @@ class Step:
         if cp is None:
             attention = [causal_attention(q, k, v) for q, k, v in qkv]
         else:
-            attended = cp.attention(*(list(column) for column in zip(*qkv)))
-            attention = attended if isinstance(attended, list) else [attended]
+            attention = cp.attention(*(list(column) for column in zip(*qkv)))
         out = []
         for v, block, x, a in zip(self.group.virtual_ranks, blocks, xs, attention):
             with self.group.rng(v) if block.dropout.p else nullcontext():
