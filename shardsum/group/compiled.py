@@ -126,7 +126,7 @@ def _exchange_fake(
     sizes = rows if rows is not None else [e - b for b, e in planner.hosted(terms.sinks, terms.kinds[1])]
     outs = [first.new_empty((n, *first.shape[1:]), dtype=terms.reduce.dtype) for n in sizes]
     if lengths is not None:
-        outs.append(first.new_empty((gathered_rows(planner.executor),), dtype=torch.int64))
+        outs.append(first.new_empty((gathered_rows(planner),), dtype=torch.int64))
     return outs
 
 

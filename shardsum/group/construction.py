@@ -25,7 +25,6 @@ from ..transports.peer.transport import PeerTransport
 from ..transports.wire import abandoned_groups
 from .agreement import Agreement
 from .busy import refuse_at_exit
-from .executor import Executor
 from .planner import Planner
 from .routes import Router
 
@@ -99,7 +98,7 @@ def construct(
             workspace_bytes,
         )  # fmt: skip
     router = Router(agreed, transport, table, peers, inside=folds and missing is None, not_inside=missing)
-    return Planner(Executor(owners, rank, wire, router, agreement, inside), agreement, where), pg
+    return Planner(owners, rank, wire, router, agreement, inside, where), pg
 
 
 def _process_group(group: Any) -> dist.ProcessGroup | None:

@@ -108,8 +108,8 @@ class CollectiveGroup(Collectives):
         self._planner, self.group = construct(
             num_virtual_ranks, group, placement, transport, domains, device, check, timeout, workspace_bytes, costs
         )
-        planner, executor = self._planner, self._planner.executor
-        self.transport, self.domains, self.wire = transport, executor.router.domains, executor.wire
+        planner = self._planner
+        self.transport, self.domains, self.wire = transport, planner.router.domains, planner.wire
         self.device, self.owners = planner.device, planner.owners
         self.rank, self.world_size = planner.rank, planner.world_size
         self.num_virtual_ranks = planner.num_virtual_ranks
@@ -149,7 +149,7 @@ class CollectiveGroup(Collectives):
     @property
     def workspace_bytes(self) -> int:
         """What the peer transport's memory takes on this process; 0 where it is not used, or not yet."""
-        return self._planner.workspace_bytes
+        return sum(peers.workspace_bytes for peers in self._planner.all_peers())
 
     def positions(self, virtual_rank: int) -> tuple[int, int]:
         """Where a virtual rank lives: its process, and its index among that process's shards. ValueError for none."""

@@ -79,8 +79,8 @@ def start_on_cpu(planner: Planner, name: str, job: Job, deliver: Callable[[list[
             planner.fail(name, error)
             raise
 
-    if job.more and planner.executor.wire is not None:
-        planner.executor.wire.leave_open(complete)
+    if job.more and planner.wire is not None:
+        planner.wire.leave_open(complete)
 
     def finish() -> Any:
         with planner.agreement.busy:

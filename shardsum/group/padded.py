@@ -7,49 +7,53 @@ host. Every source starts at position 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..core.layout import ExchangePlan, Interval
+from ..core.numerics import Reduce
 from ..local import kernels
 from ..local.ops import readable
-from .executor import Executor
+from .exchanges import Prepared
 from .handle import Job
-from .prepared import Prepared
 from .routes import LOCAL_ROUTE, Route, fingerprint
-from .terms import Reduce, Terms
+from .terms import Terms
+
+if TYPE_CHECKING:
+    from .planner import Planner
 
 
 class PreparedPadded(Prepared):
-    def __init__(self, executor: Executor, terms: Terms) -> None:
-        plan = executor.layout(terms)
-        super().__init__(executor, terms, plan, _route(executor, terms, plan))
+    def __init__(self, planner: Planner, terms: Terms) -> None:
+        plan = planner.layout(terms)
+        super().__init__(planner, terms, plan, _route(planner, terms, plan))
 
     def start(self, shards: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
         x, lengths = shards
-        self._executor.begin(self.route, self._stamp)
+        self._begin()
         if self.route.transport == "peer":
             return Job(self._over_peers(x, lengths), iter(()))
         rows, all_lengths = self._gather(x, lengths)
         parts = [sum_padded_part(rows, all_lengths, self._plan.sinks[q], self._reduce) for q in self._sinks]
         results = [*parts, all_lengths]
-        if self._executor.wire is not None:
-            self._executor.wire.verify(results)
+        if self._planner.wire is not None:
+            self._planner.wire.verify(results)
         return Job(results, iter(()))
 
     def _over_peers(self, x: Tensor, lengths: Tensor) -> list[Tensor]:
         """All R lengths are needed, and gathered, for the divisor of a mean's gradient only; else they are 0."""
-        peers, plan, reduce = self._executor.peers, self._plan, self._reduce
+        peers, plan, reduce = self._planner.peers, self._plan, self._reduce
         assert peers is not None
         outs = self._results(x, None)
         if not self._is_empty:
-            said, number = fingerprint(self._terms, plan, self.route).hash, self._executor.peer_number()
+            said, number = fingerprint(self._terms, plan, self.route).hash, self._planner.peer_number()
             rows = list(x.unbind(0))
             peers.exchange(plan, rows, outs, reduce.op, reduce.scale, lengths, number=number, signature=said)
         if reduce.op == "mean":
-            return [*outs, peers.gather_lengths(plan, lengths, self._executor.peer_number())]
-        return [*outs, lengths.new_zeros(len(self._executor.owners))]
+            return [*outs, peers.gather_lengths(plan, lengths, self._planner.peer_number())]
+        return [*outs, lengths.new_zeros(len(self._planner.owners))]
 
     def _gather(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Padded rows ``(R', S_MAX, *F)`` and lengths ``(R',)`` of all virtual ranks, in their order.
@@ -57,17 +61,17 @@ class PreparedPadded(Prepared):
         Each row travels with its length behind it. A process that hosts fewer than the most sends empty rows, so R' is
         at least R; rows of length 0 add nothing.
         """
-        executor = self._executor
-        if executor.wire is None:
+        planner = self._planner
+        if planner.wire is None:
             return x, lengths.clone()
-        slots, stride = padded_stride(executor.owners, self._terms)
+        slots, stride = padded_stride(planner.owners, self._terms)
         row_bytes = x[0].numel() * x.element_size()
         mine = torch.zeros((slots, stride), dtype=torch.uint8, device=x.device)
         mine[: x.shape[0], :row_bytes] = x.view(x.shape[0], -1).view(torch.uint8)
         mine[: x.shape[0], stride - 8 :].view(torch.int64)[:, 0] = lengths
-        everyone = torch.empty((executor.world_size * slots, stride), dtype=torch.uint8, device=x.device)
-        executor.wire.wait(executor.wire.all_gather(everyone, mine), x.device)
-        order = _row_order(executor.owners, slots)
+        everyone = torch.empty((planner.world_size * slots, stride), dtype=torch.uint8, device=x.device)
+        planner.wire.wait(planner.wire.all_gather(everyone, mine), x.device)
+        order = _row_order(planner.owners, slots)
         if order is not None:
             everyone = everyone[torch.tensor(order, device=x.device)]
         strides = (stride // x.element_size(), *x.stride()[1:])
@@ -75,15 +79,15 @@ class PreparedPadded(Prepared):
         return rows, everyone[:, stride - 8 :].contiguous().view(torch.int64)[:, 0].contiguous()
 
 
-def _route(executor: Executor, terms: Terms, plan: ExchangePlan) -> Route:
-    if executor.world_size == 1:
+def _route(planner: Planner, terms: Terms, plan: ExchangePlan) -> Route:
+    if planner.world_size == 1:
         return LOCAL_ROUTE
-    if executor.router.takes_peers():
-        return executor.router.route(plan, torch.Size(terms.row_shape).numel(), terms.dtype, terms.reduce, "cuda")
-    slots, stride = padded_stride(executor.owners, terms)
-    sent = (slots * stride * (executor.world_size - 1),) * executor.world_size
+    if planner.router.takes_peers():
+        return planner.router.route(plan, torch.Size(terms.row_shape).numel(), terms.dtype, terms.reduce, "cuda")
+    slots, stride = padded_stride(planner.owners, terms)
+    sent = (slots * stride * (planner.world_size - 1),) * planner.world_size
     reason = "lengths on the device travel with the padded rows"
-    if executor.router.transport == "carry":
+    if planner.router.transport == "carry":
         reason = f'transport="carry" needs lengths that the host knows; {reason}'
     return Route("gather", False, 1, sent, sent, reason)
 
@@ -105,12 +109,12 @@ def _row_order(owners: Sequence[int], slots: int) -> list[int] | None:
     return None if order == sorted(order) else order
 
 
-def gathered_rows(executor: Executor) -> int:
+def gathered_rows(planner: Planner) -> int:
     """R', the number of lengths that a :class:`PreparedPadded` returns."""
-    if executor.wire is None or executor.router.takes_peers():
-        return len(executor.owners)
-    slots = max(executor.owners.count(p) for p in range(executor.world_size))
-    return len(executor.owners) if _row_order(executor.owners, slots) is not None else executor.world_size * slots
+    if planner.wire is None or planner.router.takes_peers():
+        return len(planner.owners)
+    slots = max(planner.owners.count(p) for p in range(planner.world_size))
+    return len(planner.owners) if _row_order(planner.owners, slots) is not None else planner.world_size * slots
 
 
 def sum_padded_part(rows: Tensor, lengths: Tensor, wanted: Interval, reduce: Reduce) -> Tensor:

@@ -20,11 +20,11 @@ from ..core.checks import needs_grad
 from ..core.layout import length
 from .arguments import Shards, check_device_lengths, hosted_shards
 from .autograd import Exchange, PaddedExchange
+from .exchanges import Prepared, launch, prepare
 from .explain import Explanation, Stats, name_of, range_of
 from .forms import Tensors, deliver, fillable, is_single, movable, stack, traced
 from .handle import Handle, Job, start_on_cpu, start_on_stream
 from .padded import PreparedPadded
-from .prepared import Prepared, launch
 from .terms import Terms
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Plan(Generic[R]):
     def __init__(self, planner: Planner, terms: Terms) -> None:
         self.terms, self._planner = terms, planner
         self.virtual_ranks, self.device, self.owners = planner.virtual_ranks, planner.device, planner.owners
-        self.rank, layout = planner.rank, planner.executor.layout(terms)
+        self.rank, layout = planner.rank, planner.layout(terms)
         self.bounds = [(layout.sources[r][0], length(layout.sources[r])) for r in layout.hosted_sources(self.rank)]
         self.tensors = Tensors(planner, terms, self.bounds, [layout.sinks[q] for q in layout.hosted_sinks(self.rank)])
         #: Where rows and results travel over peer memory: the operators' plan, after one call.
@@ -67,8 +67,8 @@ class Plan(Generic[R]):
     @cached_property
     def _prepared(self) -> Prepared:
         if self.terms.device_lengths:
-            return PreparedPadded(self._planner.executor, self.terms)
-        return self._planner.executor.prepare(self.terms, self.device.type)
+            return PreparedPadded(self._planner, self.terms)
+        return prepare(self._planner, self.terms, self.device.type)
 
     #: What profiles call a call of this plan, and the number of the group's current call.
     range_name = cached_property(name_of)
@@ -195,7 +195,7 @@ class Plan(Generic[R]):
     def explain(self) -> Explanation:
         """Which transport the plan takes and why, with the bytes that it moves."""
         ratio = self._planner.num_virtual_ranks / self._planner.world_size
-        return Explanation(self.terms.name, self._prepared.route, ratio, self._planner.executor.router.domains)
+        return Explanation(self.terms.name, self._prepared.route, ratio, self._planner.router.domains)
 
     def stats(self) -> Stats:
         """As of the group."""

@@ -19,14 +19,18 @@ import torch
 from torch import Tensor
 
 from ..core.checks import is_count
+from ..core.layout import ExchangePlan
+from ..transports import Wire
+from ..transports.peer.transport import PeerTransport
+from ..transports.peer.workspace import number_of
 from . import compiled
 from .agreement import Agreement
 from .arguments import check_bounds, check_planned_lengths, check_row_shape, check_rows
 from .busy import Calling
 from .collectives import check_options, describe
-from .executor import Executor
 from .explain import Stats
 from .plan import Plan
+from .routes import Route, Router
 from .statements import is_common
 from .terms import Terms
 
@@ -37,18 +41,38 @@ _names = itertools.count()
 class Planner:
     """What the registered operators find by a group's name; :class:`~.group.CollectiveGroup` is its face.
 
-    Attributes:
+    Args:
+        owners: the process of every virtual rank.
+        wire: None for a lone process.
+        inside: the peer transport of this process's domain, where processes can map each other's memory inside each
+            domain alone. Its ``reason`` is None.
         device: where shards live when there are several processes.
+
+    Attributes:
+        peers: the peer transport, where all processes can do so.
+        last: the route of the last exchange.
+        state: one int64 that native operators share with Python (:mod:`shardsum.transports.peer.operators`).
         name: what the registered operators know the group by (local to this process).
         virtual_ranks: hosted here, increasing.
         shard_device: where shards must live; None for a lone process, which takes any device.
     """
 
-    def __init__(self, executor: Executor, agreement: Agreement, device: torch.device) -> None:
-        self.executor, self.agreement, self.device = executor, agreement, device
-        self.rank, self.world_size = executor.rank, executor.world_size
-        self.owners, self.num_virtual_ranks = executor.owners, len(executor.owners)
-        self.virtual_ranks = executor.virtual_ranks
+    def __init__(
+        self,
+        owners: Sequence[int],
+        rank: int,
+        wire: Wire | None,
+        router: Router,
+        agreement: Agreement,
+        inside: PeerTransport | None,
+        device: torch.device,
+    ) -> None:
+        self.wire, self.router, self.agreement, self.inside, self.device = wire, router, agreement, inside, device
+        self.rank, self.world_size, self.peers = rank, router.world_size, router.peers
+        self.owners, self.num_virtual_ranks = tuple(owners), len(owners)
+        self.virtual_ranks = tuple(v for v, owner in enumerate(owners) if owner == rank)
+        self.last: Route | None = None
+        self.state = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.shard_device = None if self.world_size == 1 else device
         hosted = Counter[int]()
         self._positions = []
@@ -62,7 +86,7 @@ class Planner:
         self.by_arguments: dict[Hashable, Plan] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.describe = partial(describe, self.num_virtual_ranks, self.world_size)
-        self._state = ctypes.c_int64.from_address(executor.state.data_ptr())
+        self._state = ctypes.c_int64.from_address(self.state.data_ptr())
         compiled.groups[self.name] = self
 
     def position(self, virtual_rank: int) -> tuple[int, int]:
@@ -75,11 +99,10 @@ class Planner:
         return [of[v] for v in self.virtual_ranks] if kind == "v" else [of[self.rank]]
 
     def stats(self) -> Stats:
-        executor = self.executor
-        if executor.last is None:
+        if self.last is None:
             raise RuntimeError("stats: no collective has run in this group")
-        wire = executor.wire
-        return Stats(executor.last, wire.sent if wire is not None else 0, wire.received if wire is not None else 0)
+        wire = self.wire
+        return Stats(self.last, wire.sent if wire is not None else 0, wire.received if wire is not None else 0)
 
     # What a call begins and ends with
 
@@ -114,17 +137,17 @@ class Planner:
             return
         with self.calling("close"):
             self.agreement.agree("close", {})
-            for peers in self.executor.all_peers:
+            for peers in self.all_peers():
                 peers.close()
         self._closed = True
         self._plans.clear()
         self.by_arguments.clear()
-        self.executor.wire = None
+        self.wire = None
         self.agreement.close()
 
-    @property
-    def workspace_bytes(self) -> int:
-        return sum(peers.workspace_bytes for peers in self.executor.all_peers)
+    def all_peers(self) -> list[PeerTransport]:
+        """The peer transports that this process takes part in."""
+        return [peers for peers in (self.peers, self.inside) if peers is not None]
 
     def leave(self) -> None:
         """End a call."""
@@ -132,8 +155,17 @@ class Planner:
 
     def close_open_call(self) -> None:
         """Complete the call whose transfers have not all started, if there is one."""
-        if self.executor.wire is not None:
-            self.executor.wire.close()
+        if self.wire is not None:
+            self.wire.close()
+
+    def layout(self, terms: Terms) -> ExchangePlan:
+        """Who holds and who wants what, with owners."""
+        owners = {"v": self.owners, "p": tuple(range(self.world_size))}
+        return ExchangePlan(terms.sources, owners[terms.kinds[0]], terms.sinks, owners[terms.kinds[1]], self.world_size)
+
+    def peer_number(self) -> int:
+        """What a launch over peer memory carries as the number of its call."""
+        return number_of(self.agreement.call, self.agreement.origin)
 
     def refuse(self, name: str, error: Exception, counted: bool = False) -> Exception:
         if is_common(error) or self.agreement.failed is not None:
@@ -162,7 +194,7 @@ class Planner:
 
     def announce_call(self) -> None:
         """Tell the native operators the number of this call: they add 1 to the calls that were made before it."""
-        self._state.value = self.executor.peer_number() - 1
+        self._state.value = self.peer_number() - 1
 
     def check(self) -> None:
         if self._closed or self.agreement.failed is not None:
@@ -172,7 +204,7 @@ class Planner:
 
     def check_peers(self) -> None:
         """Raise RuntimeError when a kernel timed out waiting for another process."""
-        for peers in self.executor.all_peers:
+        for peers in self.all_peers():
             peers.check()
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -216,17 +248,23 @@ class Planner:
         well, where that is what they agree on."""
         if self.agree(terms, collective_gradient, other):
             terms = other or terms
-        plan = self.keep(terms)
+        plan = self.derived(terms)
         plan.mark_agreed(collective_gradient)
         return plan
 
     def derived(self, terms: Terms) -> Plan:
-        """The plan of terms that need no comparison, such as an adjoint's. Not collective."""
-        return self.find(terms) or self.keep(terms)
+        """The plan of terms that have been compared, or need not be, such as an adjoint's. Not collective."""
+        plan = self._plans.get(terms)
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:  # on all processes at once: they have kept the same
+                self._plans.clear()
+                self.by_arguments.clear()
+            plan = self._plans[terms] = Plan(self, terms)
+        return plan
 
     def check_values(self, terms: Terms) -> None:
         """What is common to all processes and could not be checked while it was a symbol."""
-        if terms.device_lengths and self.world_size > 1 and self.executor.router.transport == "all_to_all":
+        if terms.device_lengths and self.world_size > 1 and self.router.transport == "all_to_all":
             raise ValueError('lengths: transport "all_to_all" cannot take device lengths; use "gather" or ints')
         check_bounds(terms)
 
@@ -234,13 +272,6 @@ class Planner:
         if len(self.by_arguments) >= 4 * _MAX_PLANS:
             self.by_arguments.clear()
         self.by_arguments[key] = plan
-
-    def keep(self, terms: Terms) -> Plan:
-        if len(self._plans) >= _MAX_PLANS:  # on all processes at once: they have kept the same
-            self._plans.clear()
-            self.by_arguments.clear()
-        plan = self._plans[terms] = Plan(self, terms)
-        return plan
 
     @torch.no_grad()
     def run_registered(self, terms: Terms, shards: list[Tensor], lengths: Tensor | None = None) -> list[Tensor]:

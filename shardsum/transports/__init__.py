@@ -1,7 +1,7 @@
 """How shards reach the processes that sum them. Each module holds one transport; :mod:`.base` says what one is.
 
-To add a transport, write such a module and name its class in :data:`TRANSPORTS`: the executor
-(:mod:`shardsum.group.executor`) sums or copies the rows it yields with the same kernel as all others. Peer memory
+To add a transport, write such a module and name its class in :data:`TRANSPORTS`: a group
+(:mod:`shardsum.group.exchanges`) sums or copies the rows it yields with the same kernel as all others. Peer memory
 (:mod:`.peer`) and carried accumulators (:mod:`.carry`) yield no rows, since they sum while they move: they stand apart.
 
     local       views of the shards in place                                  one process

@@ -27,7 +27,7 @@ SLOW_LINKS = {"cuda": Costs(2.0, 100.0, 1000.0, 2.0, 1.0)}
 def over_gpus(rank: int, world: int, places: list[tuple[int, Any]], domains: list) -> None:
     for ranks, placement in places:
         with ShardGroup(ranks, transport="carry", domains=domains, placement=placement) as group:
-            assert (group._planner.executor.inside is not None) == (domains.count(domains[rank]) > 1)
+            assert (group._planner.inside is not None) == (domains.count(domains[rank]) > 1)
             for seed, dtype in enumerate(DTYPES):
                 sum_of_everything(group, dtype, 33 if seed % 2 else 5000, (5,), 100 * seed + ranks)
             assert random_exchanges(group, 12, ranks) > 0

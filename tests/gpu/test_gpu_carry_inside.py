@@ -52,10 +52,10 @@ class ThroughTheHost(Wire):
 
 def on_one_gpu(ranks: int, placement: str | list[int], domains: list) -> ShardGroup:
     group = ShardGroup(ranks, transport="carry", domains=domains, placement=placement, device="cuda", timeout=60)
-    executor = group._planner.executor
+    planner = group._planner
     alone = domains.count(domains[group.rank]) == 1
-    assert (executor.inside is None) == alone
-    executor.wire = ThroughTheHost(group._planner.agreement.side.wire)
+    assert (planner.inside is None) == alone
+    planner.wire = ThroughTheHost(planner.agreement.side.wire)
     return group
 
 

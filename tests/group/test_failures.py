@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardsum import ShardGroup
-from shardsum.group import executor, routes
+from shardsum.group import exchanges, routes
 from shardsum.group.agreement import Agreement
 from tests.processes import run_processes
 from tests.values import ones
@@ -125,12 +125,12 @@ def fail_amid(rank: int, world_size: int) -> None:
     x, lengths = ones(group, 1000), [1000] * 2
     other.all_reduce(x, lengths)
     if rank == 0:
-        fill, calls = executor.fill, iter((1, 1, 0))
-        executor.fill = lambda *args: fill(*args) if next(calls) else 1 / 0
+        fill, calls = exchanges.fill, iter((1, 1, 0))
+        exchanges.fill = lambda *args: fill(*args) if next(calls) else 1 / 0
     with pytest.raises((RuntimeError, ZeroDivisionError)):
         group.all_reduce(x, lengths)
     if rank == 0:
-        executor.fill = fill
+        exchanges.fill = fill
     with pytest.raises(RuntimeError, match="failed earlier"):
         group.all_reduce(x, lengths)
     assert other.all_reduce(x, lengths).tolist() == [2.0] * 1000

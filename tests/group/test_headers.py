@@ -33,7 +33,7 @@ def by_order(group: ShardGroup) -> ShardGroup:
     """The group with the wire of NCCL, on gloo's own group."""
     planner, name = group._planner, group._planner.agreement.side.name
     wire = Wire(dist.group.WORLD, group.rank, group.world_size, timedelta(seconds=20), Headers(int(name, 16), CPU))
-    planner.executor.wire = planner.agreement._wire = wire
+    planner.wire = planner.agreement._wire = wire
     return group
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import shardsum
 from shardsum import ShardGroup
 from shardsum.core import reference
-from shardsum.group import executor
+from shardsum.group import exchanges
 from shardsum.group.busy import Busy
 from shardsum.group.side_channel import SideChannel
 from shardsum.transports import opened, watch
@@ -75,7 +75,7 @@ def an_open_call(rank: int, world_size: int) -> None:
         time.sleep(0.2)
         fill(*args)
 
-    fill, executor.fill = executor.fill, slowly
+    fill, exchanges.fill = exchanges.fill, slowly
     for finish in ("wait", "call"):
         meet.reset()
         handle = groups[0].all_reduce(torch.full((4,), 1.0 + rank), [4, 4], async_op=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardsum.group import prepared
+from shardsum.group import exchanges
 
 PLANNER: Any = SimpleNamespace(always_agrees=False, announce_call=lambda: None, check_peers=lambda: None)
 BOUND, X = torch.zeros(1), torch.ones(3, 2)
@@ -17,20 +17,20 @@ BOUND, X = torch.zeros(1), torch.ones(3, 2)
 @pytest.fixture(autouse=True)
 def operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the native ones: what they were given."""
-    monkeypatch.setattr(prepared, "peer_call_new", lambda shard, bound: ("one", shard))
-    monkeypatch.setattr(prepared, "peer_call_new_list", lambda shards, bound: ["many", *shards])
-    monkeypatch.setattr(prepared, "peer_call", lambda out, shard, bound: None)
+    monkeypatch.setattr(exchanges, "peer_call_new", lambda shard, bound: ("one", shard))
+    monkeypatch.setattr(exchanges, "peer_call_new_list", lambda shards, bound: ["many", *shards])
+    monkeypatch.setattr(exchanges, "peer_call", lambda out, shard, bound: None)
 
 
 def test_plain_calls() -> None:
     out = torch.zeros(3, 2)
-    assert prepared.launch(PLANNER, BOUND, True, X, None) == ("one", X)
-    assert prepared.launch(PLANNER, BOUND, True, X, out) is out and out._version == 1
+    assert exchanges.launch(PLANNER, BOUND, True, X, None) == ("one", X)
+    assert exchanges.launch(PLANNER, BOUND, True, X, out) is out and out._version == 1
     for single in (True, False):
-        found: Any = prepared.launch(PLANNER, BOUND, single, [X, X], None)
+        found: Any = exchanges.launch(PLANNER, BOUND, single, [X, X], None)
         assert found[0] == "many" and len(found) == 3
     with torch.no_grad():
-        assert prepared.launch(PLANNER, BOUND, False, [X, X.clone().requires_grad_()], None)
+        assert exchanges.launch(PLANNER, BOUND, False, [X, X.clone().requires_grad_()], None)
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -40,14 +40,14 @@ def test_other_calls_are_left_alone(single: bool) -> None:
         ((X, X), None), (X.t(), None), (X.clone().requires_grad_(), None), (X, X.clone().requires_grad_()),
     ]  # fmt: skip
     for shards, out in [*unusual, *([] if single else [(X, None), (X, X.clone())])]:
-        assert prepared.launch(PLANNER, BOUND, single, shards, out) is None
+        assert exchanges.launch(PLANNER, BOUND, single, shards, out) is None
     always: Any = SimpleNamespace(always_agrees=True)
-    assert prepared.launch(always, BOUND, single, [X], None) is None
+    assert exchanges.launch(always, BOUND, single, [X], None) is None
 
 
 def test_what_the_operators_refuse_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(prepared, "peer_call_new_list", refuse)
-    assert prepared.launch(PLANNER, BOUND, False, [X, X], None) is None
+    monkeypatch.setattr(exchanges, "peer_call_new_list", refuse)
+    assert exchanges.launch(PLANNER, BOUND, False, [X, X], None) is None
