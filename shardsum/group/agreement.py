@@ -1,9 +1,11 @@
 """Agreement between the processes of a group before data moves, and names for who is missing when it does not.
 
-A *statement* is what one process says of one call: its name, its signature (values that all must pass alike) and its
-error. Processes state and compare once a signature (or always). The medium is the process group's key-value store
-(:mod:`.side_channel`), so a process with an error of its own states it and raises at once; peers read it there, also
-after a transfer failed. Per-call lengths (form b) ride in one small all_gather, with the signature's hash.
+A *statement* is what one process says of one call: its name, its signature (values that all must pass alike), its error
+(or None), "other", a second signature that it may mean as well (or None), "settled", whether that was taken, and
+"info", which is not compared. Processes state and compare once a signature (or always). The medium is the process
+group's key-value store (:mod:`.side_channel`), so a process with an error of its own states it and raises at once;
+peers read it there, also after a transfer failed. Per-call lengths (form b) ride in one small all_gather, with the
+signature's hash.
 
 Every method is called by all processes of the group in the same order, except where it says otherwise.
 """
@@ -26,7 +28,6 @@ from ..transports.store import StoreGone
 from .failures import Failures, weakly
 from .regions import Regions
 from .side_channel import LONGEST_PAUSE_S
-from .statements import common_error, compare, settle
 
 Signature = Mapping[str, Any]
 
@@ -114,7 +115,7 @@ class Agreement(Failures):
             info: any JSON value, not compared.
 
         Returns:
-            Everybody's statements (:mod:`.statements`) where they were exchanged, else [].
+            Everybody's statements where they were exchanged, else [].
 
         Raises:
             ValueError: signatures differ, or a process stated an error.
@@ -239,3 +240,40 @@ class Agreement(Failures):
         if counts[most] != counts[least]:
             why = f"{name}: process {most} has refused an earlier call that process {least} carried out"
             raise RuntimeError(f"{self._fail(why)}; the processes are out of step; create a new group")
+
+
+def compare(statements: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """The sentence that names the first error or difference, the same on every process; None when all agree."""
+    for process, statement in sorted(statements.items()):
+        if statement["error"] is not None:
+            return f"{statement['name']}: process {process}: {statement['error']}"
+    base, first = min(statements.items())
+    for process, statement in sorted(statements.items()):
+        if statement["name"] != first["name"]:
+            return f"process {base} calls {first['name']}, process {process} calls {statement['name']}"
+        mine, other = first["signature"], statement["signature"]
+        for field in sorted({**mine, **other}, key=lambda field: field not in mine or field not in other):
+            ours, theirs = mine.get(field), other.get(field)
+            if ours != theirs:
+                return f"{first['name']}: {field} differs: process {base} has {ours}, process {process} has {theirs}"
+    return None
+
+
+def settle(statements: Mapping[int, dict[str, Any]]) -> None:
+    """Where processes that may mean two signatures agree on the second with those that mean only one, take it."""
+    firm = [statement["signature"] for statement in statements.values() if statement["other"] is None]
+    for statement in statements.values():
+        if firm and statement["other"] == firm[0] and all(other == firm[0] for other in firm):
+            statement["signature"], statement["settled"] = firm[0], True
+
+
+def common_error(text: str) -> ValueError:
+    """The error of processes that called with different values, or of which one called with bad ones: the same sentence
+    on every process, so nobody states it again."""
+    error = ValueError(text)
+    error.is_common = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_common(error: BaseException) -> bool:
+    return getattr(error, "is_common", False)

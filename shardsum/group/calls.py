@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ..core.checks import as_ints, check_out, describe, is_count, needs_grad
+from .agreement import common_error
 from .arguments import Shards, classify_lengths, hosted_shards
 from .collectives import TAKES, Options
 from .forms import deliver, is_single, traced
 from .handle import Handle
 from .plan import Plan
 from .planner import Planner
-from .statements import common_error
 from .terms import Terms
 
 _is_compiling = torch.compiler.is_compiling

@@ -24,14 +24,13 @@ from ..transports import Wire
 from ..transports.peer.transport import PeerTransport
 from ..transports.peer.workspace import number_of
 from . import compiled
-from .agreement import Agreement
+from .agreement import Agreement, is_common
 from .arguments import check_bounds, check_planned_lengths, check_row_shape, check_rows
 from .busy import Calling
 from .collectives import check_options, describe
 from .explain import Stats
 from .plan import Plan
 from .routes import Route, Router
-from .statements import is_common
 from .terms import Terms
 
 _MAX_PLANS = 4096
