@@ -17,16 +17,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
+from common import parser, report_of, start
 
 from shardsum.native import loader as native
 from shardsum.tools.bench import local
 from shardsum.tools.bench.baselines import Baselines
 from shardsum.tools.bench.cases import DTYPES, SEED, Case, lengths_of
 from shardsum.tools.bench.jobs import Bench
-from shardsum.tools.bench.rows import Report, Row, environment
+from shardsum.tools.bench.rows import Row
 
 PARTS = ("large", "small", "masked", "modes")
 LEAST_BYTES = 100e6
@@ -99,31 +99,29 @@ def misses(rows: list[Row]) -> Iterator[str]:
             yield f"{row.case}: {row.us:.2f} us, torch.compile {row.us * row.speedup:.2f} us"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="the GPU kernels against their goals")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", choices=PARTS)
-    parser.add_argument("--samples", type=int, default=9)
-    arguments = parser.parse_args()
-    if not (torch.cuda.is_available() and native.status().has_cuda):
-        raise SystemExit(f"gpu_kernel: needs a GPU and CUDA kernels ({native.status().reason})")
-    report = Report(arguments.json, environment() | {"device": "cuda"})
-    report.introduce()
-    bench = Bench(report, "cuda", arguments.samples)
-    none, compiled = Baselines(()), Baselines(("compile",))
+def run(args: argparse.Namespace, device: torch.device) -> None:
+    if not native.status().has_cuda:
+        raise SystemExit(f"gpu_kernel: needs CUDA kernels ({native.status().reason})")
+    report = report_of(args)
+    bench, none, compiled = Bench(report, "cuda", args.samples), Baselines(()), Baselines(("compile",))
     parts = {
         "large": [(large(), none)],
         "small": [(small(), compiled)],
         "masked": [(masked(), none), (masked_elements(), compiled)],
         "modes": [(modes(), none)],
     }
-    for part in [arguments.only] if arguments.only else PARTS:
+    for part in [args.only] if args.only else PARTS:
         for cases, baselines in parts[part]:
             for case in cases:
                 bench.measure(local.prepare(case, "cuda", baselines))
                 torch.cuda.empty_cache()
-    print("\nbelow a goal:", *(misses(report.rows)), *(f"WRONG {name}" for name in bench.failed), sep="\n  ")
+    report.say(
+        "\nbelow a goal:", *(f"  {text}" for text in misses(report.rows)), *(f"  WRONG {n}" for n in bench.failed)
+    )
 
 
 if __name__ == "__main__":
-    main()
+    options = parser(__doc__, samples=9)
+    options.add_argument("--only", choices=PARTS)
+    options.set_defaults(device="cuda")
+    start(options.parse_args(), run)

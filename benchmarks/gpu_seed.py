@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from common import parser, report_of, start
 
 from shardsum import ragged_sum
 from shardsum.core import reference
 from shardsum.local import kernels
 from shardsum.native import loader as native
 from shardsum.native import recipe as building
-from shardsum.tools.bench.rows import Report, environment
 from shardsum.tools.bench.timing import Timing, sampler, turns
 
 SIZE, LENGTHS = 20, [8, 12, 10, 18]
@@ -60,13 +60,9 @@ def build() -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="ways to tell a kernel which rows contribute")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+def run(args: argparse.Namespace, device: torch.device) -> None:
     assert native.status().has_cuda, native.status().reason
-    report = Report(arguments.json, environment())
-    library = build()
+    report, library = report_of(args), build()
     xs = [torch.randn(len(LENGTHS), SIZE, device="cuda") for _ in range(SETS)]
     outs = [torch.empty(SIZE, device="cuda") for _ in range(SETS)]
     ends = torch.tensor(LENGTHS, device="cuda")
@@ -97,11 +93,12 @@ def main() -> None:
             want = reference.ragged_sum([x[r, :n] for r, n in enumerate(LENGTHS)], [0] * 4, SIZE, out_dtype=x.dtype)
             assert name == "empty" or torch.equal(out, want), f"{name} is wrong"
     bound = {name: [lambda c=call, x=x, o=o: c(x, o) for x, o in zip(xs, outs)] for name, call in calls.items()}
-    report.introduce()
-    timings = turns({name: sampler(calls, device="cuda") for name, calls in bound.items()}, 25)
+    timings = turns({name: sampler(calls, device="cuda") for name, calls in bound.items()}, args.samples)
     for name, timing in timings.items():
         report.add([Row(name, timing)], f"{name:16} {timing}")
 
 
 if __name__ == "__main__":
-    main()
+    options = parser(__doc__, samples=25)
+    options.set_defaults(device="cuda")
+    start(options.parse_args(), run)

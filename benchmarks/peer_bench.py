@@ -10,6 +10,7 @@ all_gather. Ours are kernels of their own: where a plan would take another, too.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import parser, report_of
+from common import parser, report_of, start
 from torch import Tensor
 
 from shardsum.core.layout import ExchangePlan
@@ -29,7 +30,6 @@ from shardsum.native import loader as native
 from shardsum.tools.bench.collectives import Case, Collective, Profile, Suite
 from shardsum.tools.bench.jobs import Bench, Variant
 from shardsum.tools.bench.timing import Processes
-from shardsum.tools.launcher import launched
 from shardsum.transports.peer.operators import peer_call
 from shardsum.transports.peer.transport import PeerTransport
 from shardsum.transports.peer.tuning import Tuning
@@ -146,29 +146,28 @@ def all_to_all_and_sum(case: Collective) -> Variant:
     return Variant("NCCL all_to_all + kernel + ag", [run], case.want, wire_bytes=(moved, moved * world))
 
 
-def main() -> None:
+def run(args: argparse.Namespace, device: torch.device) -> None:
+    native.load()
+    tuning = Tuning(**json.loads(args.tuning))
+    report = report_of(args, tuning=repr(tuning), NCCL_NVLS_ENABLE=os.environ.get("NCCL_NVLS_ENABLE"))
+    suite = Suite(Bench(report, "cuda", args.samples, Processes.launched()), [], max(args.sizes))
+    peers = Peers(suite, tuning)
+    if args.sweep:
+        peers.sweep(args.sizes)
+    else:
+        for size in args.sizes:
+            peers.measure(size, "full")
+            if 4 << 20 <= size <= 64 << 20:
+                for profile in ("even", "uneven", "documents"):
+                    peers.measure(size, profile)
+    suite.close()
+    peers.transport.close()
+
+
+if __name__ == "__main__":
     options = parser(__doc__, samples=15)
     options.add_argument("--sweep", action="store_true")
     options.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     options.add_argument("--tuning", default="{}", help="fields of tuning.Tuning as a JSON object")
-    args = options.parse_args()
-    args.device, tuning = "cuda", Tuning(**json.loads(args.tuning))
-    with launched("cuda", 60):
-        native.load()
-        report = report_of(args, tuning=repr(tuning), NCCL_NVLS_ENABLE=os.environ.get("NCCL_NVLS_ENABLE"))
-        suite = Suite(Bench(report, "cuda", args.samples, Processes.launched()), [], max(args.sizes))
-        peers = Peers(suite, tuning)
-        if args.sweep:
-            peers.sweep(args.sizes)
-        else:
-            for size in args.sizes:
-                peers.measure(size, "full")
-                if 4 << 20 <= size <= 64 << 20:
-                    for profile in ("even", "uneven", "documents"):
-                        peers.measure(size, profile)
-        suite.close()
-        peers.transport.close()
-
-
-if __name__ == "__main__":
-    main()
+    options.set_defaults(device="cuda")
+    start(options.parse_args(), run)
