@@ -36,7 +36,6 @@ __device__ inline void trace(int point) {
 #include <vector>
 
 #include "../../csrc/peer/enqueue.cu"
-#include "../../csrc/peer/fold.cu"
 #include "../../csrc/peer/one_shot.cu"
 #include "../../csrc/peer/push.cu"
 #include "../../csrc/peer/stream.cu"

@@ -139,7 +139,7 @@ struct alignas(16) PeerCall {
   uint64_t part_reciprocal;      // 2^32 / part_stretches, rounded up
   HeldRow held[kPeerMaxHosted];  // unless device_lengths is given
 
-  // Sums that others have begun (fold.cu): of all outputs, one behind the other, unrounded; null: +0.0. Only in one
+  // Sums that others have begun: of all outputs, one behind the other, unrounded; null: +0.0. Only in one
   // round, of rows that are read or written, without device_lengths.
   const void* accumulators;
   int32_t carried;  // contributions to each of them
@@ -153,7 +153,7 @@ struct alignas(16) PeerCall {
 // of these. warp_spaces: bytes of shared memory for all warps of a block (sum.cuh).
 int peer_launch(PeerCall& call, void* stream);
 int peer_one_shot_launch(const PeerCall& call, size_t warp_spaces, void* stream);  // one_shot.cu
-int peer_fold_launch(const PeerCall& call, size_t warp_spaces, void* stream);      // fold.cu
+int peer_fold_launch(const PeerCall& call, size_t warp_spaces, void* stream);      // the same
 int peer_two_shot_launch(const PeerCall& call, size_t warp_spaces, void* stream);  // two_shot.cu
 int peer_push_launch(const PeerCall& call, void* stream);    // push.cu: the chunk fits the inboxes
 int peer_stream_launch(const PeerCall& call, void* stream);  // stream.cu: likewise

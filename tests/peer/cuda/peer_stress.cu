@@ -27,7 +27,6 @@ __device__ void random_delay(uint32_t epoch, int point);
 #include <vector>
 
 #include "../../../csrc/peer/enqueue.cu"
-#include "../../../csrc/peer/fold.cu"
 #include "../../../csrc/peer/one_shot.cu"
 #include "../../../csrc/peer/push.cu"
 #include "../../../csrc/peer/stream.cu"
