@@ -41,8 +41,8 @@ class Row:
     mean: float
 
 
-def log_normal_borders(documents: int, mean: int, sigma: float = 1.2, seed: int = 0) -> list[int]:
-    draw, borders = random.Random(seed), [0]
+def log_normal_borders(documents: int, mean: int, sigma: float = 1.2) -> list[int]:
+    draw, borders = random.Random(0), [0]
     for _ in range(documents):
         borders.append(borders[-1] + max(1, round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
     return borders

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+from shardsum.native import loader as native
 from shardsum.tools import cli
 from shardsum.tools.bench import cases, collectives, local, plots, rows
 from shardsum.tools.bench.cases import Case, lengths_of
@@ -130,6 +131,12 @@ def test_no_case_starts_after_the_limit(capsys: pytest.CaptureFixture[str]) -> N
     assert bench("--limit", "0") == 0
     printed = capsys.readouterr().out
     assert f"0 s are over: stopped before {cases.SEED}" in printed and "\n0 rows in" in printed
+
+
+def test_the_instruction_set_is_limited_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[str | None] = []
+    monkeypatch.setattr(native, "limit_cpu_isa", limits.append)
+    assert bench("--only", "seed", "--isa", "baseline") == 0 and limits == ["baseline"]
 
 
 # -- between processes ------------------------------------------------------------------------------------------------
