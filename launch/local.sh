@@ -13,8 +13,12 @@ if [ ! -x "$venv/bin/shardsum" ]; then
     python3 -m venv "$venv"
     # torch first and by name, so that everybody gets the same version. PyPI's is the build with CUDA, of several GB. For
     # CPUs alone: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu TORCH=torch==2.13.0+cpu.
-    "$venv/bin/python" -c "import torch" 2>/dev/null || "$venv/bin/python" -m pip install --quiet "${TORCH:-torch==2.13.0}" numpy
+    "$venv/bin/python" -c "import torch" 2>/dev/null ||
+        "$venv/bin/python" -m pip install --quiet --no-compile "${TORCH:-torch==2.13.0}" numpy
+    # Compiled to bytecode while pip, which uses one core, installs the rest.
+    "$venv/bin/python" -m compileall -q "$venv"/lib/python*/site-packages/torch >/dev/null &
     "$venv/bin/python" -m pip install --quiet --editable ".[cli,test]"
+    wait
 fi
 
 case ${1:-train} in
