@@ -94,7 +94,6 @@ def exchange(
 
 
 def _terms(shard: Tensor, lengths: Tensor | None, sources: Any, sinks: Any, tail: Sequence[Any]) -> Terms:
-    """The terms of such arguments."""
     size, name, kinds, op, scale, dtype, grad, label, _ = tail
     reduce, row_shape, device_lengths = Reduce(op, scale, dtype), tuple(shard.shape[1:]), lengths is not None
     return Terms(

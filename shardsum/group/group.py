@@ -249,7 +249,6 @@ class CollectiveGroup(Collectives):
         Args:
             lengths: R ints. For "exchange" ask a plan: ``group.plan("exchange", ...).explain()``.
             size, row_shape (``F``), dtype, out_dtype: of the call.
-            collective: "all_reduce", "reduce_scatter" or "all_gather".
         """
         options = {name: value for name, value in (("size", size), ("out_dtype", out_dtype)) if value is not None}
         return self.preview(collective, lengths, row_shape=row_shape, dtype=dtype, **options).explain()

@@ -211,7 +211,7 @@ class Plan(Generic[R]):
         return deliver(traced(planner, terms, hosted, lengths), terms, out, is_single(shards, planner, terms))
 
     def _begin(self, tensors: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> Job:
-        """The rest of a call, without autograd, of what :meth:`.prepared.Prepared.start` takes."""
+        """The rest of a call, without autograd, of what :meth:`.exchanges.Prepared.start` takes."""
         return self._prepared.start(movable(tensors), outs)
 
     def _check(
@@ -271,5 +271,4 @@ class Plan(Generic[R]):
 
 
 def _joined(hosted: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
-    """What a prepared exchange takes."""
     return hosted if lengths is None else [stack(hosted), lengths]

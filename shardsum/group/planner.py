@@ -149,7 +149,6 @@ class Planner:
         return [peers for peers in (self.peers, self.inside) if peers is not None]
 
     def leave(self) -> None:
-        """End a call."""
         self.agreement.busy.release()
 
     def close_open_call(self) -> None:
@@ -182,14 +181,12 @@ class Planner:
             raise error
         if why is not None:
             raise RuntimeError(f"{name} was not completed before this group failed; make a new one. {why}") from error
-        raise self.agreement.explain(name, self._what_peers_know(error)) from error
-
-    def _what_peers_know(self, error: RuntimeError) -> RuntimeError:
+        cause = error
         try:
             self.check_peers()
         except RuntimeError as known:
-            return known
-        return error
+            cause = known
+        raise self.agreement.explain(name, cause) from error
 
     def announce_call(self) -> None:
         """Tell the native operators the number of this call: they add 1 to the calls that were made before it."""
@@ -230,7 +227,6 @@ class Planner:
     def terms(
         self, name: str, lengths: Any, options: Mapping[str, Any], row_shape: Any, dtype: Any, s_max: Any = None
     ) -> Terms:
-        """The terms of ``group.plan(name, ...)``."""
         checked, shape = check_options(name, options), check_row_shape(row_shape)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype: expected a torch.dtype, got {dtype!r}")
