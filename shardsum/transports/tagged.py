@@ -90,7 +90,8 @@ class TaggedWire(Wire):
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Any:
         everyone, own = as_bytes(out), as_bytes(mine)
-        self.count(own.numel() * (self.world_size - 1), 1, 1)
+        moved = own.numel() * (self.world_size - 1)
+        self.count(moved, moved)
         if not own.numel():
             return self._under_way([])
         self._transfers += 1
@@ -104,18 +105,18 @@ class TaggedWire(Wire):
     def all_to_all(self, out: Tensor, mine: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Any:
         self._transfers += 1
         tag, out, mine = self._tags + self._transfers & _TAGS, as_bytes(out), as_bytes(mine)
-        self.count(1, mine.numel(), out.numel())
+        self.count(mine.numel(), out.numel())
         received, sent = out.split(list(out_splits)), mine.split(list(in_splits))
         works = [self._post(self.group.recv, received[p], p, tag) for p in self._from if out_splits[p]]
         works += [self._post(self.group.send, sent[p], p, tag) for p in self._to if in_splits[p]]
         return self._under_way(works)
 
     def send(self, x: Tensor, peer: int, chunk: int) -> Any:
-        self.count(x.nbytes, 1, 0)
+        self.count(x.nbytes, 0)
         return self._start_chunk(self.group.send, x, peer, chunk)
 
     def recv(self, out: Tensor, peer: int, chunk: int) -> Any:
-        self.count(out.nbytes, 0, 1)
+        self.count(0, out.nbytes)
         return self._start_chunk(self.group.recv, out, peer, chunk)
 
     def _start_chunk(self, start: Callable[..., dist.Work], x: Tensor, peer: int, chunk: int) -> int:

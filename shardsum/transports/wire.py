@@ -120,7 +120,8 @@ class Wire:
         """Start gathering ``mine`` of every process into ``out``, both contiguous, ``out`` G times as large. What is
         returned :meth:`wait` takes, as of all transfers."""
         out, mine = as_bytes(out), as_bytes(mine)
-        self.count(mine.numel() * (self.world_size - 1), 1, 1)
+        moved = mine.numel() * (self.world_size - 1)
+        self.count(moved, moved)
         return self._gather([out], [mine])
 
     def _gather(self, outs: list[Tensor], mine: list[Tensor]) -> Transfer:
@@ -155,8 +156,7 @@ class Wire:
                 begins.append(end)
                 senders.append(process)
                 end += n
-        self.received += end - BYTES * len(senders)
-        self.sent += sum(in_splits) - BYTES * sum(map(bool, in_splits))
+        self.count(sum(in_splits) - BYTES * sum(map(bool, in_splits)), end - BYTES * len(senders))
         departures.note(received, sent)
         exchange = getattr(self.group, "all_to_all_single", None) or self.group.alltoall_base
         work = exchange(received, sent, out_splits, in_splits, self._exchanging)
@@ -207,14 +207,13 @@ class Wire:
         works = [*works, *(group.recv([data], peer, 0) for data, peer in received)]
         if together:
             works = _works(group._end_coalescing(device))
-        self.sent += sum(x.nbytes for x, _ in sends)
-        self.received += sum(x.nbytes for x, _ in receives)
+        self.count(sum(x.nbytes for x, _ in sends), sum(x.nbytes for x, _ in receives))
         batch.works, batch.received = works, Received(came, [BYTES * i for i in range(len(senders))], senders)
         return batch
 
-    def count(self, size: int, sent: int, received: int) -> None:
-        self.sent += size * sent
-        self.received += size * received
+    def count(self, sent: int, received: int) -> None:
+        self.sent += sent
+        self.received += received
 
     def leave_open(self, finish: Callable[[], Any]) -> None:
         """Let a call rest before it has started all its transfers; ``finish`` completes it (:mod:`.opened`)."""

@@ -26,8 +26,7 @@ class Members:
     Args:
         store: a part of the store for these processes alone.
         name: equal on all of them, and nobody else's.
-        rank: this process's number among them.
-        size: how many they are.
+        rank, size: this process's number among them, and how many they are.
     """
 
     def __init__(self, store: BoundedStore, name: str, rank: int, size: int) -> None:
@@ -55,7 +54,6 @@ def gather_in(store: BoundedStore, rank: int, size: int, limit: float) -> Callab
 
     Args:
         store: a part of the store for this alone.
-        rank, size: as of :class:`Members`.
         limit: seconds that one waits for another; then ``gather`` raises RuntimeError.
     """
     numbers = itertools.count()
