@@ -81,14 +81,17 @@ def _lines(axes: Axes, rows: Iterable[Row], x: Callable[[Row], float], y: Callab
     return drawn
 
 
+def _most_measured(rows: list[Row], of: Callable[[Row], Any], at: Callable[[Row], Any]) -> list[Row]:
+    """Those of the kind that was measured at most points."""
+    points = Counter(kind for kind, _ in {(of(row), at(row)) for row in rows})
+    kind = max(points, key=lambda k: (points[k], k), default=None)
+    return [row for row in rows if of(row) == kind]
+
+
 def _draw_fill(axes: Axes, rows: list[Row]) -> bool:
     """Of the shape that was measured at most fills; one process's or rank's share decides elsewhere."""
     rows = [row for row in rows if row.profile not in ("skewed", "uneven")]
-    fills = Counter(shape for shape, _ in {(_shape(row), row.fill) for row in rows})
-    if not fills:
-        return False
-    shape = max(fills, key=lambda s: (fills[s], s))
-    return _lines(axes, (row for row in rows if _shape(row) == shape), lambda r: r.fill, lambda r: r.gbps)
+    return _lines(axes, _most_measured(rows, _shape, lambda r: r.fill), lambda r: r.fill, lambda r: r.gbps)
 
 
 def _shape(row: Row) -> tuple[int, int, int]:
@@ -97,16 +100,9 @@ def _shape(row: Row) -> tuple[int, int, int]:
 
 def _draw_time(axes: Axes, rows: list[Row]) -> bool:
     """Of the profile that was measured at most sizes."""
-    sizes = Counter(profile for profile, _ in {(_profile(row), _shape(row)) for row in rows})
-    if not sizes:
-        return False
-    profile = max(sizes, key=lambda p: (sizes[p], p))
     axes.set(xscale="log", yscale="log")
-    return _lines(axes, (row for row in rows if _profile(row) == profile), lambda r: r.bytes, lambda r: r.us)
-
-
-def _profile(row: Row) -> str:
-    return row.case.split(f" {row.dtype}")[0]
+    of = lambda row: row.case.split(f" {row.dtype}")[0]  # noqa: E731
+    return _lines(axes, _most_measured(rows, of, _shape), lambda r: r.bytes, lambda r: r.us)
 
 
 def _draw_roofline(axes: Axes, rows: list[Row], facts: dict[str, Any]) -> bool:

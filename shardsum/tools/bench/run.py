@@ -106,8 +106,6 @@ def parse(argv: Sequence[str]) -> tuple[BenchConfig, bool]:
     """The options, and whether ``--quick`` is among them."""
     options = make_parser().parse_args(list(argv))
     values = {f.name: options[f.name] for f in fields(BenchConfig)}
-    for name in ("json", "plot", "calibrate"):
-        values[name] = Path(values[name]) if values[name] is not None else None
     if options.quick:
         defaults = BenchConfig()
         if values["baselines"] == defaults.baselines:
