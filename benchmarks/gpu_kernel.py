@@ -23,9 +23,9 @@ from common import parser, report_of, start
 
 from shardsum.native import loader as native
 from shardsum.tools.bench import local
-from shardsum.tools.bench.baselines import Baselines
 from shardsum.tools.bench.cases import DTYPES, SEED, Case, lengths_of
 from shardsum.tools.bench.jobs import Bench
+from shardsum.tools.bench.local import Baselines
 from shardsum.tools.bench.rows import Row
 
 PARTS = ("large", "small", "masked", "modes")
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     for part in [args.only] if args.only else PARTS:
         for cases, baselines in parts[part]:
             for case in cases:
-                bench.measure(local.prepare(case, "cuda", baselines))
+                bench.measure(local.Sums(case, "cuda", baselines).job())
                 torch.cuda.empty_cache()
     report.say(
         "\nbelow a goal:", *(f"  {text}" for text in misses(report.rows)), *(f"  WRONG {n}" for n in bench.failed)

@@ -120,9 +120,7 @@ def test_what_is_not_written_is_wrong(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_baseline_that_computes_something_else_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shardsum.tools.bench import baselines
-
-    monkeypatch.setattr(baselines, "_sum_flat", lambda b: b.wide.fill_(1))
+    monkeypatch.setattr(local, "_sum_flat", lambda b: b.wide.fill_(1))
     assert list(seed_rows(tmp_path)) == ["shardsum", "eager", "loop", "copy"]
     assert "sum fp32 is left out: its result is off by more than rounding" in capsys.readouterr().out
 

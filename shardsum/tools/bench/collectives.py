@@ -30,11 +30,10 @@ from ...core import reference
 from ...core.layout import intervals_of, owners_of, split_evenly
 from ...core.words import Placement, TransportName
 from ...training.shard_group import ShardGroup
-from .buffers import rotation
 from .cases import held_by
 from .jobs import Bench, Job, Variant, first_line, rounding
 from .symmetric import Symmetric
-from .timing import sampler
+from .timing import rotation, sampler
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Profile = Literal["full", "even", "uneven", "causal", "zigzag", "documents"]

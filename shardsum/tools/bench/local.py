@@ -1,4 +1,4 @@
-"""Sums inside one process: shardsum against what one would write without it (:mod:`.baselines`).
+"""Sums of R padded, masked or ragged shards inside one process: shardsum against what one would write without it.
 
 Variants (all write into a given output, except in "allocating" cases):
 
@@ -7,10 +7,16 @@ device lengths   ragged_sum with out= and lengths in a device tensor (GPU)
 MaskedSum        the module with the mask packed to bits; allocates
 copy             dst.copy_(src), half the useful bytes read and half written: the ceiling
 copy kernel      torch.neg(src, out=dst) (GPU): a copy in a CUDA graph is at times slower, the faster counts
+eager            (x * m).sum(0) with a bool mask (R, S, 1)
+compile          the same through torch.compile, with static shapes
+loop             out[:length_r].add_(x[r, :length_r]) for every rank, out in fp32, after out.zero_()
+sum fp32         torch.sum(x.view(R, -1), 0, dtype=fp32), which needs padding of zeros
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,18 +26,116 @@ from torch import Tensor
 from ...core import reference
 from ...local.functional import masked_sum, ragged_sum
 from ...local.module import MaskedSum
-from .baselines import BASELINES, Baselines
-from .buffers import BufferCall, Buffers, make_buffers
 from .cases import DTYPES, Case, lengths_of
 from .jobs import Job, Variant, rounding
+from .timing import rotation
+
+BASELINES = ("compile", "eager", "loop", "sum fp32")
+_MOST_COPIES = 32
+_MEMORY = {"cpu": 1.6e9, "cuda": 24e9}  # bytes of all shards together
 
 
-def prepare(case: Case, device: str, baselines: Baselines) -> Job:
-    """The job of a case on "cpu" or the current CUDA device."""
-    return _Sums(case, device, baselines).job()
+@dataclass
+class Buffers:
+    """What one call of a local sum reads and writes.
+
+    Attributes:
+        x: ``(R, S, H)``, zeros where it is not valid.
+        out, wide: ``(S, H)`` of x's dtype and in fp32.
+        source, target: the two ends of a copy that moves as many bytes.
+    """
+
+    x: Tensor
+    out: Tensor
+    wide: Tensor
+    source: Tensor
+    target: Tensor
 
 
-class _Sums:
+BufferCall = Callable[[Buffers], Tensor]
+
+
+def make_buffers(x: Tensor, useful_bytes: int) -> tuple[list[Buffers], bool]:
+    """Copies of ``x`` and what belongs to them, as many as :func:`rotation` says, and whether they are cold."""
+    most = min(_MOST_COPIES, int(_MEMORY[x.device.type] / max(1, x.nbytes)))
+    count, cold = rotation(x.device.type, useful_bytes, most)
+    half = max(4, useful_bytes // 8)  # fp32 elements
+    buffers = [
+        Buffers(
+            x if i == 0 else x.clone(),
+            torch.empty_like(x[0]),
+            torch.empty_like(x[0], dtype=torch.float32),
+            torch.rand(half, device=x.device),
+            torch.rand(half, device=x.device),  # not empty: first touches of memory are not a copy's
+        )
+        for i in range(count)
+    ]
+    return buffers, cold
+
+
+class Baselines:
+    """Those of ``BASELINES`` that are asked for, by name, for one case after another.
+
+    Cases of one shape share what torch.compile made; it is forgotten when the shape changes.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self._shape: object = None
+
+    def __call__(self, x: Tensor, mask: Tensor, lengths: Sequence[int] | None, new: bool) -> dict[str, BufferCall]:
+        """Calls on buffers like ``x``.
+
+        Args:
+            x: ``(R, S, H)``.
+            mask: bool ``(R, S)``.
+            lengths: where the mask is one of lengths.
+            new: allocate the result instead of writing to the buffers'.
+        """
+        select = mask[:, :, None]
+        calls: dict[str, BufferCall] = {}
+        if "compile" in self.names:
+            calls["compile"] = self._compiled(x, select, new)
+        if "eager" in self.names:
+            calls["eager"] = lambda b: (b.x * select).sum(0) if new else torch.sum(b.x * select, 0, out=b.out)
+        if "loop" in self.names and lengths is not None and not new:
+            calls["loop"] = lambda b: _loop(b, lengths)
+        if "sum fp32" in self.names and not new:
+            calls["sum fp32"] = _sum_flat
+        return calls
+
+    def _compiled(self, x: Tensor, select: Tensor, new: bool) -> BufferCall:
+        shape = (x.shape, x.dtype, new)
+        if shape != self._shape:
+            torch._dynamo.reset()
+            self._shape = shape
+        code = torch.compile(_masked if new else _masked_into, dynamic=False)
+        return lambda b: code(b.x, select) if new else code(b.x, select, b.out)
+
+
+def _masked(x: Tensor, select: Tensor) -> Tensor:
+    return (x * select).sum(0)
+
+
+def _masked_into(x: Tensor, select: Tensor, out: Tensor) -> Tensor:
+    return out.copy_((x * select).sum(0))
+
+
+def _loop(b: Buffers, lengths: Sequence[int]) -> Tensor:
+    b.wide.zero_()
+    for r, n in enumerate(lengths):
+        b.wide[:n].add_(b.x[r, :n])
+    return b.wide
+
+
+def _sum_flat(b: Buffers) -> Tensor:
+    torch.sum(b.x.view(b.x.shape[0], -1), 0, dtype=torch.float32, out=b.wide.view(-1))
+    return b.wide
+
+
+class Sums:
+    """A case on "cpu" or the current CUDA device."""
+
     def __init__(self, case: Case, device: str, baselines: Baselines) -> None:
         self.case, self.device, self.baselines = case, device, baselines
         self.dtype = DTYPES[case.dtype]

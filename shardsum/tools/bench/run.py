@@ -18,9 +18,9 @@ from ...transports import TRANSPORTS, costs
 from .. import parsers
 from ..launcher import launched
 from . import cases, collectives, local, plots, rows
-from .baselines import BASELINES, Baselines
 from .calibrate import calibrate
 from .jobs import Bench
+from .local import BASELINES, Baselines
 from .timing import Processes
 
 _TIMEOUT = 120.0
@@ -153,7 +153,7 @@ class _Run:
         for case in self._chosen(cases.quick() if self.quick else cases.full(self.config.device)):
             if self._late(str(case)):
                 break
-            self.bench.measure(local.prepare(case, self.config.device, baselines))
+            self.bench.measure(local.Sums(case, self.config.device, baselines).job())
 
     def _collectives(self) -> None:
         chosen = self._chosen(collectives.quick() if self.quick else collectives.full(self.config.device))

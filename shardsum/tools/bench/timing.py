@@ -8,10 +8,12 @@ several processes every figure is that of the slowest one; they all time the sam
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 Call = Callable[[], Any]
 
 _MOST_NODES = 400  # calls in one CUDA graph
+_CACHES = {"cpu": 1, "cuda": 4}  # a few cores hardly have all of their processor's cache
 
 
 @dataclass(frozen=True)
@@ -189,3 +192,21 @@ def summary(values: Sequence[float]) -> Timing:
     return Timing(
         statistics.median(ordered), ordered[0], ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered)
     )
+
+
+def rotation(device: str, useful_bytes: int, most: int) -> tuple[int, bool]:
+    """How many sets of buffers take turns, and whether that is too much for the last cache to hold.
+
+    As much as the cache, on a GPU four times, where ``most`` sets suffice for it. Where they do not, one: what is
+    small is in the cache in a training step too, and several sets would leave open how much of them is.
+    """
+    count = math.ceil(_CACHES[device] * cache_bytes(device) / max(1, useful_bytes))
+    return (count, True) if count <= most else (1, False)
+
+
+def cache_bytes(device: str) -> int:
+    """The largest cache: a GPU's L2, or what Linux says of the first core."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(s[:-1]) << 10 for s in sizes if s.endswith("K")), default=64 << 20)
