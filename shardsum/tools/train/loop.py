@@ -24,7 +24,6 @@ from .metrics import METRICS, Reporter
 from .model import ByteTransformer
 from .plots import draw_run
 from .start import choose_folder, make_deterministic, open_folder, starting_point
-from .state import expected_state, load_state, state_of
 from .step import Step
 from .trace import HASHES, Trace
 
@@ -109,9 +108,9 @@ class Run:
             self.folder.release()
 
     def _resume(self, found: Checkpoint) -> None:
-        expected = expected_state(self.model, self.group, found.steps, self.loss_per_position)
+        expected = checkpoint.expected_state(self.model, self.group, found.steps, self.loss_per_position)
         checkpoint.check_tensors(found, expected)
-        load_state(self.model, self.optimizer, self.group, found.tensors)
+        checkpoint.load_state(self.model, self.optimizer, self.group, found.tensors)
         self.losses = found.tensors["losses"].tolist()
         self.loss_per_position.copy_(found.tensors["loss_per_position"])
 
@@ -150,7 +149,7 @@ class Run:
 
     def _save(self) -> None:
         """Collective; an error of the file system is the same on all processes, and the checkpoint before is kept."""
-        tensors = state_of(self.model, self.optimizer, self.group)
+        tensors = checkpoint.state_of(self.model, self.optimizer, self.group)
         tensors |= {"losses": torch.tensor(self.losses), "loss_per_position": self.loss_per_position}
 
         def write() -> None:
