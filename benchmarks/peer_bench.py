@@ -47,9 +47,9 @@ class Peers:
         self.transport.set_up()
 
     def measure(self, size: int, profile: Profile) -> None:
-        operation = "reduce_scatter" if profile == "documents" else "all_reduce"
+        operation = "reduce_scatter" if profile == "long documents" else "all_reduce"
         case = Collective(self.suite, Case(bytes=size, profile=profile, operation=operation))
-        variants = self.scattered(case) if profile == "documents" else self.reduced(case)
+        variants = self.scattered(case) if profile == "long documents" else self.reduced(case)
         if profile == "full":
             variants += [gather_and_sum(case), all_to_all_and_sum(case)]
         self.suite.bench.measure(case.job(variants))
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
         for size in args.sizes:
             peers.measure(size, "full")
             if 4 << 20 <= size <= 64 << 20:
-                for profile in ("even", "uneven", "documents"):
+                for profile in ("even", "uneven", "long documents"):
                     peers.measure(size, profile)
     suite.close()
     peers.transport.close()

@@ -126,15 +126,18 @@ def packed_borders(size: int, mean: int, seed: int = 0) -> list[int]:
     return borders if mean < size else [0, size]
 
 
-def packed_documents(count: int, size: int, mean: int) -> list[Interval]:
+def packed_documents(count: int, size: int, mean: int, seed: int = 0) -> list[Interval]:
     """Per even chunk, the interval from the start of its oldest document to its end."""
-    return [chunk.needed for chunk in plan_chunks(split_evenly(size, count), packed_borders(size, mean))]
+    return [chunk.needed for chunk in plan_chunks(split_evenly(size, count), packed_borders(size, mean, seed))]
 
 
 def held_by(profile: str, count: int, size: int) -> list[Interval]:
-    """The rows of a padded buffer that each virtual rank holds: full, even, uneven, causal, zigzag or documents."""
+    """The rows of a padded buffer that each virtual rank holds: full, even, uneven, causal, zigzag, documents, or
+    long documents, where more rows cross the borders of chunks."""
     if profile == "documents":
         return packed_documents(count, size, max(1, size // 16))
+    if profile == "long documents":
+        return packed_documents(count, size, max(1, size // 8), seed=7)
     if profile in ("causal", "zigzag"):
         return [(0, size * (r + 1) // count) for r in range(count)]
     most, spread = {"full": (1.0, 0.0), "even": (0.5, 0.0), "uneven": (0.7, 0.4)}[profile]

@@ -3,7 +3,7 @@
 all_reduce, every process holding the first rows of a padded buffer. Profiles: full; even, half of it each; uneven,
 0.7 of it on the first process down to 0.3 on the last. all_gather of as many rows. reduce_scatter into even chunks:
 causal, virtual rank r holding the first (r + 1) / R of the positions; zigzag, the same on two chunks a process;
-documents, packed ones of mean length S/16, a chunk's gradient reaching back to the start of its oldest document.
+documents, packed ones of mean length S/16 (long: S/8), a chunk's gradient reaching back to the start of its oldest document.
 Variants:
 
 shardsum T           ShardGroup(transport=T).all_reduce, .exchange or .all_gather; "out=" into a given tensor; "device
@@ -36,8 +36,8 @@ from .symmetric import Symmetric
 from .timing import rotation, sampler
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather"]
-Profile = Literal["full", "even", "uneven", "causal", "zigzag", "documents"]
-SCATTERED = ("causal", "zigzag", "documents")  # profiles of reduce_scatter
+Profile = Literal["full", "even", "uneven", "causal", "zigzag", "documents", "long documents"]
+SCATTERED = ("causal", "zigzag", "documents", "long documents")  # profiles of reduce_scatter
 _WIRE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 _MOST_COPIES = 4
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch 2.13 renamed it
