@@ -3,7 +3,8 @@
 all_reduce, every process holding the first rows of a padded buffer. Profiles: full; even, half of it each; uneven,
 0.7 of it on the first process down to 0.3 on the last. all_gather of as many rows. reduce_scatter into even chunks:
 causal, virtual rank r holding the first (r + 1) / R of the positions; zigzag, the same on two chunks a process;
-documents, packed ones of mean length S/16 (long: S/8), a chunk's gradient reaching back to the start of its oldest document.
+documents, packed ones of mean length S/16 (long: S/8), a chunk's gradient reaching back to the start of its oldest
+one.
 Variants:
 
 shardsum T           ShardGroup(transport=T).all_reduce, .exchange or .all_gather; "out=" into a given tensor; "device
