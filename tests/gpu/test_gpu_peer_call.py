@@ -13,7 +13,7 @@ from shardsum.core import reference
 from shardsum.core.layout import ExchangePlan, length
 from shardsum.transports.peer import operators
 from shardsum.transports.peer.transport import PeerTransport
-from tests.peer.test_peer import RandomCalls
+from tests.gpu.test_gpu_peer import RandomCalls
 from tests.processes import run_processes
 from tests.values import assert_same, random_values
 
