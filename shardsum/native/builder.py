@@ -54,10 +54,12 @@ def compile_into(recipe: Recipe, folder: Path, destination: Path) -> Path:
     line on stderr says so, for the wait is long.
 
     Raises:
-        RuntimeError: a compiler failed (with the end of its output), or the time limit passed.
+        RuntimeError: ninja is missing, a compiler failed (with the end of its output), or the time limit passed.
     """
-    import ninja
-
+    try:
+        import ninja
+    except ImportError as error:
+        raise RuntimeError("the native library is built by ninja, which is not installed: pip install ninja") from error
     cuda = f" and CUDA kernels for sm_{', sm_'.join(recipe.archs)}" if recipe.archs else ""
     log.warning(
         "shardsum builds its native library: CPU kernels%s, usually in about %d s, into %s",

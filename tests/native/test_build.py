@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -65,6 +66,12 @@ def test_an_older_nvcc_compiles_for_the_newest_gpu_it_knows(monkeypatch):
     monkeypatch.setattr(recipe, "_output", lambda command: "compute_80\ncompute_90\ncompute_100\n")
     toolkit = recipe.Toolkit(Path("nvcc"), Path("lib"))
     assert recipe._known_archs(toolkit, ("80", "86", "121")) == ("80", "100")
+
+
+def test_a_missing_ninja_is_an_error_that_names_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    with pytest.raises(RuntimeError, match="pip install ninja"):
+        builder.compile_into(recipe.make_recipe(()), tmp_path, tmp_path / "library.so")
 
 
 def test_an_nvcc_without_headers_is_no_toolkit(monkeypatch, tmp_path):
