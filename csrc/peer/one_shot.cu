@@ -15,8 +15,7 @@ constexpr int kSignalWarp = 0, kWaitWarp = 1, kTicketWarp = 2;  // readers' role
 
 __device__ inline void producer_barrier(int warps) { asm volatile("bar.sync 1, %0;" ::"r"(warps * 32) : "memory"); }
 
-// ---- row flags, by one warp
-// ------------------------------------------------------------------------------------------
+// ---- row flags, by one warp ---------------------------------------------------------------------------------------
 __device__ __forceinline__ void await_rows(const PeerCall& c, Shared& s) {
   const int parity = parity_of(s.epoch);
 #pragma unroll 1
