@@ -86,7 +86,7 @@ class Agreement(Failures):
         return wire
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """As :meth:`.SideChannel.gather_objects`."""
+        """As :meth:`.side_channel.SideChannel.gather_objects`."""
         try:
             return self.side.gather_objects(value, self.call)
         except RuntimeError as error:
@@ -146,7 +146,7 @@ class Agreement(Failures):
 
     def gather_values(self, name: str, signature: Signature, values: Sequence[int], most: int) -> list[list[int]]:
         """Every process's ``values``, ints of 63 bits, ``most`` of them at the most, in a small all_gather with the
-        signature's hash; what is too long for it follows. Errors as of :meth:`agree`."""
+        signature's hash. What does not fit into its slots follows in a second one. Errors as of :meth:`agree`."""
         if self.world_size == 1:
             return [list(values)]
         signature = {**signature, "number of values": most}

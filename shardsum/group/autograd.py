@@ -114,7 +114,8 @@ class PaddedExchange(torch.autograd.Function):
 
 
 class PaddedAdjoint(torch.autograd.Function):
-    """``PaddedAdjoint.apply(plan, lengths, all_lengths, *grads)``: the gradient of padded shards ``(k, S_MAX, *F)``.
+    """``PaddedAdjoint.apply(plan, call, lengths, all_lengths, *grads)``: the gradient of padded shards, in one Tensor
+    ``(k, S_MAX, *F)``.
 
     It is linear in the cotangents, and its own derivative is the forward collective.
     """

@@ -25,8 +25,8 @@ def refuse_at_exit() -> None:
         )
 
 
-#: Of each process group, who holds its groups, and in which thread: no entry, or one, made and removed in one step of
-#: the interpreter, so that threads which come in between, and interrupts, find either.
+#: By process group: who holds its ShardGroups, and in which thread. Each dict has one entry or none. The entry is made,
+#: and removed, in one step of the interpreter: other threads and interrupts find it whole or not at all.
 _holders: WeakKeyDictionary[Any, dict[None, tuple[Busy, int]]] = WeakKeyDictionary()
 #: Ends with a fork: a child has another one. (Cheaper than to ask for the process's number in every call.)
 _process = [object()]

@@ -220,9 +220,12 @@ def _holds_buffer(value: Any) -> bool:
 
 
 def _row_dims(shards: Shards, held: Any, options: Options, planner: Planner, out: Any) -> int | None:
-    """The trailing dimensions of the shards where one stacked tensor ``(1, S_MAX, *F)`` stands for one hosted rank:
-    where it would hold fewer rows than its length, or than the result has, if it were a shard itself; and where ``out``
-    has the dimensions of that reading.
+    """The number of trailing dimensions where a Tensor ``(1, n, ...)`` of one hosted rank is to be read as stacked
+    shards ``(1, S_MAX, *F)``; None where it is one shard of one row, or nothing tells.
+
+    It is stacked where one row would be too few: the length is above 1, or, with lengths on the device, the result has
+    more rows. It is stacked, too, where ``out`` has the dimensions of such a result. ValueError with lengths on the
+    device and a result of one row: both readings fit.
 
     Args:
         held: lengths of any form, or the intervals that the ranks hold.

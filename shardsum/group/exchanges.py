@@ -258,8 +258,16 @@ def fill(out: Tensor, rows: Rows, reduce: Reduce) -> None:
 
 
 def launch(planner: Planner, bound: Tensor, single: bool, shards: Any, out: Any) -> Tensor | list[Tensor] | None:
-    """The result of a plain call, of a list of shards one a hosted sink; None, and nothing has happened, where anything
-    is unusual. ``bound`` and ``single`` are of :meth:`.Prepared.bind`."""
+    """The fast path: a call by the operator of a bound plan. None where anything about the call is unusual; nothing has
+    happened then.
+
+    Args:
+        bound, single: of :meth:`Prepared.bind`.
+        shards, out: as the user passed them.
+
+    Returns:
+        One Tensor; for a list of shards a list with one Tensor for each hosted sink.
+    """
     several = type(shards) is list
     if planner.always_agrees or forward_ad._current_level >= 0 or (out is not None if several else not single):
         return None

@@ -38,7 +38,7 @@ class Handle(Generic[T]):
 
 class Job:
     """An exchange under way; the first transfers have started. ``result()`` completes it; called again after an error
-    it raises that error. A thread of another group may complete it: who comes then waits.
+    it raises that error. A call of another group may complete it in its own thread; who asks meanwhile waits for that.
 
     Args:
         outs: the results, once it is complete.
@@ -72,6 +72,9 @@ class Job:
 
 
 def start_on_cpu(planner: Planner, name: str, job: Job, deliver: Callable[[list[Tensor]], Any]) -> Handle[Any]:
+    """The handle of a job on the CPU. Where the job has more transfers to start, it is completed by ``wait()`` or by
+    the next call of any group, whichever comes first."""
+
     def complete() -> list[Tensor]:  # perhaps in a later call of the group
         try:
             return job.result()

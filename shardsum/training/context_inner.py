@@ -1,4 +1,4 @@
-"""Attention of hosted chunks by a function of the caller's: the exchange of K and V is ours, and its gradient."""
+"""Attention by a function of the caller's, chunk by chunk. The exchange of K and V, and its gradient, are done here."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def _run(tensors: list[Tensor], key: Tensor, scale: float | None, lse: bool) -> 
 
 
 def _origin(batch: ContextBatch) -> int:
-    """:meth:`.Plan.origin_of_operator` of any exchange of this batch; 0 before the first."""
+    """:meth:`shardsum.group.plan.Plan.origin_of_operator` of any exchange of this batch; 0 before the first."""
     return next((plan.origin_of_operator() for plan, _ in batch.exchanges.values()), 0)
 
 

@@ -102,7 +102,7 @@ class SequencePlan:
 
     @property
     def has_chunks_of_two_calls(self) -> bool:
-        """Whether some process's chunk takes two calls of a kernel (:attr:`Chunk.calls`)."""
+        """Whether some process's chunk takes two calls of a kernel (:attr:`.context_chunks.Chunk.calls`)."""
         return self.window != UNLIMITED and any(c.ahead and len(c.segments) > 1 for c in self.everyone)
 
     def explain(self) -> str:

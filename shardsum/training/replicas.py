@@ -106,7 +106,7 @@ class Replicas(Sequence[M]):
         self._passes.clear()
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The module's parameters that take part in :func:`reduce_gradients`, by name; tied ones once."""
+        """The module's parameters that take part in :func:`.gradients.reduce_gradients`, by name; tied ones once."""
         return {n: p for n, p in self._parameters.items() if p.requires_grad}
 
     def gradients(self, name: str) -> list[Tensor | None]:

@@ -1,7 +1,7 @@
 """Accumulators travel from domain to domain, not rows: runs a :class:`.carry_plan.CarryPlan`, by point-to-point
 transfers.
 
-Not a transport of rows (:mod:`base`): it folds by itself, with kernels that go on from a received accumulator in one
+Not a transport of rows (:mod:`.base`): it folds by itself, with kernels that go on from a received accumulator in one
 pass over memory. On gloo a fold waits for what it needs alone, and transfers of later steps are under way meanwhile;
 on NCCL each step's transfers are one batch on its stream, beside which the folds of the step before run. Where the
 processes of a domain have peer memory, they fold together (:mod:`.carry_peers`) and send each other no rows.

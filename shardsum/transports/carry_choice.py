@@ -1,8 +1,8 @@
 """What carried accumulators would cost, and how to cut them: a prediction that every process computes alike.
 
-A plan says what travels and what is folded in each step, of one chunk. The next chunk does the same one step later. So
-in a step of C chunks come together the loads of up to C steps of one chunk, a C-th of each. How long that takes:
-docs/engineering/several-hosts.md, "Predictions".
+A plan in one chunk says what travels and what is folded in each step. Of C chunks each does a C-th of that, one step
+after the chunk before it. So in one step up to C neighbouring steps of the plan overlap, a C-th of each. How long that
+takes: docs/engineering/several-hosts.md, "Predictions".
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _Steps:
         self._before = {name: np.cumsum([[0] * len(rows[0]), *rows], 0) for name, rows in of_steps.items()}
 
     def _sums(self, name: str, chunks: int) -> np.ndarray:
-        """Of every step of so many chunks: what comes together in it, of some steps of one chunk."""
+        """The load of every step with so many chunks: the sum over the steps of the plan that overlap in it."""
         end = np.arange(1, self.count + chunks)
         return self._before[name][np.minimum(end, self.count)] - self._before[name][np.maximum(end - chunks, 0)]
 

@@ -1,5 +1,5 @@
-"""Folds over peer memory: what the processes of a domain fold in one step goes in launches that all of them make, also
-one that folds nothing in it: its rows are needed.
+"""Folds over peer memory. All processes of a domain make the launches of a step together, also a process that folds
+nothing in it: the others need its rows.
 
 A launch is an exchange inside the domain (:mod:`.peer`): it moves the rows of a run to the processes that handle its
 positions and adds them as they come, onto the accumulators that these have received, in one pass over memory. Folds of

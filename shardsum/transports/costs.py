@@ -88,8 +88,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Work:
-    """By process: kernels on GPUs, and bytes that they read and write. In a collective processes wait for each other,
-    so what counts is the busiest between each and the next."""
+    """By process: kernels on GPUs, and bytes that they read and write, from one collective to the next. Processes wait
+    for each other in a collective, so the busiest one counts."""
 
     launches: tuple[int, ...]
     bytes: tuple[int, ...]

@@ -15,7 +15,7 @@ class Stamp(NamedTuple):
     text: str
 
     def of(self, call: int) -> Stamp:
-        """The stamp of an exchange that belongs to an earlier call, as its backward; 0 for none."""
+        """This stamp for an exchange of the backward pass of ``call``; itself where that is 0."""
         if not call:
             return self
         return Stamp(self.hash + call * 0x9FB21C651E98DF25 & (1 << 63) - 1, f"{self.text} of call {call}")

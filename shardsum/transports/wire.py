@@ -117,8 +117,8 @@ class Wire:
             self.headers.begin(step)
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Any:
-        """Start gathering ``mine`` of every process into ``out``, both contiguous, ``out`` G times as large. What is
-        returned :meth:`wait` takes, as of all transfers."""
+        """Start gathering ``mine`` of every process into ``out``, both contiguous, ``out`` G times as large. Returns
+        what :meth:`wait` takes, as all methods do that start a transfer."""
         out, mine = as_bytes(out), as_bytes(mine)
         moved = mine.numel() * (self.world_size - 1)
         self.count(moved, moved)
@@ -142,7 +142,7 @@ class Wire:
             self.wait(self._gather([], []), device)
 
     def header(self, dtype: torch.dtype) -> Tensor:
-        """What has :attr:`header_bytes`, as elements of ``dtype``."""
+        """The header of this exchange, :attr:`header_bytes` long, as elements of ``dtype``."""
         assert self.headers is not None
         return self.headers.own(dtype)
 

@@ -29,7 +29,8 @@ def inside_domains(
     timeout: float,
     workspace_bytes: int | None,
 ) -> tuple[PeerTransport | None, str | None]:
-    """The peer transport of this process's domain; collective in ``group``. Arguments as of :class:`.PeerTransport`.
+    """The peer transport of this process's domain; collective in ``group``. Arguments as of
+    :class:`.transport.PeerTransport`.
 
     Args:
         store, name: a part that the processes of ``group`` have for this call alone, and its name.

@@ -88,7 +88,7 @@ class MemoryLayout:
 
     @property
     def blocks(self) -> int:
-        """The most of a launch."""
+        """The most blocks of a launch."""
         return min(self.tuning.blocks, self.regions.max_blocks)
 
     @property
@@ -98,7 +98,7 @@ class MemoryLayout:
 
     @property
     def streams(self) -> bool:
-        """Whether large ones of floats are pushed while they are summed."""
+        """Whether rows of large sums of floats are pushed while they are summed."""
         return self.world_size <= self.tuning.stream_processes
 
     @property
@@ -113,7 +113,7 @@ class MemoryLayout:
 
     @property
     def inbox_rows(self) -> int:
-        """Of two processes, each gets only the other's rows."""
+        """Rows that an inbox has a slot for. Of two processes, each gets only the other's."""
         return self.rows_per_process if self.world_size == 2 else self.num_ranks
 
     @property

@@ -1,8 +1,8 @@
 """Symmetric memory between GPUs of one NVLink domain: whether it can be had, its allocation, and a check of it.
 
 Built on torch.distributed._symmetric_memory (CUDA backend): each process allocates a block and maps its peers' blocks.
-Every function is collective. ``gather(value)`` returns all processes' values of a small object, in process order; it
-doubles as the barrier.
+What takes a ``gather`` is collective. ``gather(value)`` returns all processes' values of a small object, in process
+order; it doubles as the barrier.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TEST_WORDS = 512
 
 
 def gather_objects(group: Group) -> Gather:
-    """The default ``gather``: torch.distributed's own. :class:`.Members` have none: who makes them brings one."""
+    """The default ``gather``: torch.distributed's own. :class:`Members` have none: who makes them brings one."""
     assert not isinstance(group, Members)
 
     def gather(value: Any) -> list[Any]:

@@ -31,7 +31,7 @@ class Addresses:
 
 
 class PreparedCall:
-    """One signature, ready to launch; made by :meth:`PeerTransport.prepare`.
+    """One signature, ready to launch; made by :meth:`.transport.PeerTransport.prepare`.
 
     Attributes:
         shape: how it is launched.

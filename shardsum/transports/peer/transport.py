@@ -46,7 +46,7 @@ _MAX_CALLS = 256
 
 
 class PeerTransport:
-    """Calls of one group over the :class:`.Workspace` of its processes, which is set up at the first one.
+    """Calls of one group over the :class:`Workspace` of its processes, which is set up at the first one.
 
     It moves and sums in one launch, so it yields no rows: it is handed whole exchanges.
 
@@ -64,7 +64,7 @@ class PeerTransport:
         gather: all processes' values of a small object (:mod:`.memory`); default ``all_gather_object``.
 
     Attributes:
-        reason: why the transport cannot be used (:func:`.available`; at most 64 virtual ranks, 32 on a process), or
+        reason: why the transport cannot be used (:func:`available`; at most 64 virtual ranks, 32 on a process), or
             None; the same on all processes.
         layout: how the group cuts the workspace. Before that is set up it is as it will be, but for the number of
             blocks, on which no way depends.
@@ -201,7 +201,7 @@ class PeerTransport:
         goes_on: bool = False,
     ) -> PreparedCall:
         """The launch of such a call, with nothing left to decide; the last 256 are kept. ``prepared(outs, shards,
-        bounds)`` runs it; :meth:`.PreparedCall.bind` makes the operators' plan of it.
+        bounds)`` runs it; :meth:`PreparedCall.bind` makes the operators' plan of it.
 
         Args:
             width: elements of a position.
