@@ -1,4 +1,4 @@
-"""Accumulators travel from domain to domain, not rows: runs a :class:`.carry_plan.CarryPlan`, by point-to-point
+"""Accumulators travel from domain to domain, not rows: a :class:`.carry_schedule.Schedule` is run by point-to-point
 transfers.
 
 Not a transport of rows (:mod:`.base`): it folds by itself, with kernels that go on from a received accumulator in one
@@ -33,18 +33,18 @@ class CarriedCall:
     """One call. All tensors are ``(positions, width)`` inside.
 
     Args:
-        plan: this process's part of a :class:`.carry_plan.CarryPlan`, which is the same on all processes.
+        schedule: what this process does of the plan that all processes share.
         shards: hosted sources ``(|I_r|, *F)``, contiguous, at least one.
         outs: results ``(|O_q|, *F)`` of the hosted sinks, contiguous, in ``reduce.dtype``; overwritten.
         reduce: what the last stage does. A mean needs a plan that is ``counted``.
         wire: the processes, the timeout, the count of bytes.
-        launches: of every step, where the domain folds over peer memory (of a plan without ``rows``).
+        launches: of every step, where the domain folds over peer memory (the schedule has no ``rows`` then).
         number: of the call, for these.
     """
 
     def __init__(
         self,
-        plan: Schedule,
+        schedule: Schedule,
         shards: Sequence[Tensor],
         outs: Sequence[Tensor],
         reduce: Reduce,
@@ -52,12 +52,12 @@ class CarriedCall:
         launches: Mapping[int, Sequence[Launch]] | None,
         number: int,
     ) -> None:
-        self.plan, self.reduce, self.wire = plan, reduce, wire
-        self.batched = plan.carry.lag == 2  # each step's transfers are one batch, as NCCL needs them
+        self.schedule, self.reduce, self.wire = schedule, reduce, wire
+        self.batched = schedule.carry.lag == 2  # each step's transfers are one batch, as NCCL needs them
         self.launches, self.number = launches, number
         self.first, self.width = shards[0], shards[0].shape[1:].numel()
         self.dtypes = dict(zip(KINDS, (self.first.dtype, accumulator_dtype(self.first.dtype), reduce.dtype)))
-        self.shards = {r: _flat(x, self.width) for r, x in zip(plan.sources, shards)}
+        self.shards = {r: _flat(x, self.width) for r, x in zip(schedule.sources, shards)}
         self.readable = {r: readable(x) for r, x in self.shards.items()}
         self.outs = [_flat(out, self.width) for out in outs]
         self.rows: dict[tuple[int, int], Tensor] = {}  # received, by (piece, source)
@@ -70,10 +70,10 @@ class CarriedCall:
         """Sum the shards; stops once after the first transfers have started."""
         if self.width == 0:
             return
-        last, batched = max(self.plan.steps, 1 + max(self.launches or (), default=-1)), self.batched
+        last, batched = max(self.schedule.steps, 1 + max(self.launches or (), default=-1)), self.batched
         if batched:
             self.wire.meet(self.first.device)
-        for sink, begin, end in self.plan.gaps:
+        for sink, begin, end in self.schedule.gaps:
             self.outs[sink][begin:end].fill_(self.reduce.empty)
         for step in range(1 if batched else 1 + _AHEAD):
             self.post_early(step)
@@ -91,9 +91,9 @@ class CarriedCall:
                 for launch in self.launches.get(step, ()):
                     self.fold_over_peers(launch)
             else:
-                for fold in self.plan.folds.get(step, ()):
+                for fold in self.schedule.folds.get(step, ()):
                     self.fold(fold)
-            for message in self.plan.receives.get(step, ()):
+            for message in self.schedule.receives.get(step, ()):
                 if message.kind == ACCUMULATORS:
                     del self.folded[message]
             if not batched:
@@ -102,7 +102,7 @@ class CarriedCall:
             self.take(step, RESULTS)
         for _, transfer in self.sent:
             self.wait(transfer)
-        for sink, begin, first_sink, first, n in self.plan.shared:  # they have come to the first of them
+        for sink, begin, first_sink, first, n in self.schedule.shared:  # they have come to the first of them
             self.outs[sink][begin : begin + n] = self.outs[first_sink][first : first + n]
         self.wire.verify(self.outs)
 
@@ -110,22 +110,22 @@ class CarriedCall:
 
     def post_early(self, step: int) -> None:
         """Receive what arrives in a step, and send the rows that do."""
-        for message in self.plan.receives.get(step, ()):
+        for message in self.schedule.receives.get(step, ()):
             if message.kind == RESULTS and len(message.items) == 1:
                 tensor = self.result(message.items[0])
             else:
                 tensor = self.new(message.positions, message.kind)
             transfer = self.wire.recv(tensor, message.sender, message.number)
             self.arriving[step].append((message, tensor, transfer))
-        for message in self.plan.sends.get(step, ()):
+        for message in self.schedule.sends.get(step, ()):
             if message.kind == ROWS:
                 self.send(message, [self.row(item) for item in message.items])
 
     def post_late(self, step: int) -> None:
         """Send what has been folded, or received, by now."""
-        for message in self.plan.sends.get(step, ()):
+        for message in self.schedule.sends.get(step, ()):
             if message.kind == RESULTS:
-                self.take(step - self.plan.carry.lag, RESULTS)  # which this process may only pass on
+                self.take(step - self.schedule.carry.lag, RESULTS)  # which this process may only pass on
             if message.is_filled:
                 self.send(message, [self.folded.pop(message) if message.kind == ACCUMULATORS else self.folded[message]])
             elif message.kind == RESULTS:
@@ -166,11 +166,11 @@ class CarriedCall:
         return self.first.new_empty((positions, self.width), dtype=self.dtypes[kind])
 
     def row(self, item: Item) -> Tensor:
-        begin = self.plan.carry.plan.sources[item.number][0]
+        begin = self.schedule.carry.plan.sources[item.number][0]
         return self.shards[item.number][item.interval[0] - begin : item.interval[1] - begin]
 
     def result(self, item: Item) -> Tensor:
-        return self.at(self.plan.result(item.piece), length(item.interval), item.piece)
+        return self.at(self.schedule.result(item.piece), length(item.interval), item.piece)
 
     def at(self, place: Place, n: int, piece: int) -> Tensor:
         """So many positions at a place."""
@@ -197,16 +197,16 @@ class CarriedCall:
         kernels.sum_rows(self.at(fold.to, n, piece), carry, rows, fold.starts, fold.carried, mean, scale)
 
     def fold_over_peers(self, launch: Launch) -> None:
-        pieces, accumulators = self.plan.carry.pieces, None
+        pieces, accumulators = self.schedule.carry.pieces, None
         rows = []
         for source, (begin, end) in launch.rows:
-            at = self.plan.carry.plan.sources[source][0]
+            at = self.schedule.carry.plan.sources[source][0]
             rows.append(self.readable[source][begin - at : end - at] if begin < end else self.readable[source][:0])
         sizes = [length(pieces[index].interval) for index, _ in launch.folds]
         if launch.goes_on and launch.folds:
-            came = [self.plan.places[index, number - 1] for index, number in launch.folds]
+            came = [self.schedule.places[index, number - 1] for index, number in launch.folds]
             accumulators = joined([self.at(p, n, index) for p, n, (index, _) in zip(came, sizes, launch.folds)])
-        places = [self.plan.written(index, number) for index, number in launch.folds]
+        places = [self.schedule.written(index, number) for index, number in launch.folds]
         outs = [self.at(p, n, index) for p, n, (index, _) in zip(places, sizes, launch.folds)]
         spoils = self.wire.spoils()
         launch.call(outs, rows, launch.bounds, None, self.number, accumulators, launch.carried, spoils)
