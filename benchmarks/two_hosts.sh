@@ -4,7 +4,8 @@
 #
 #   RATE=1gbit benchmarks/two_hosts.sh benchmarks/two_hosts.py --json benchmarks/results/two_hosts_1gbit.json
 #
-# RATE: in tc's words (200mbit, 1gbit, 10gbit), each way; what the link lets pass at once is a millisecond's worth. NPROC: processes on each host. PYTHON: the interpreter.
+# RATE: in tc's words (200mbit, 1gbit, 10gbit), each way; the link lets a millisecond's worth pass at once.
+# NPROC: processes on each host. PYTHON: the interpreter.
 # The program finds the name of its end of the link in $LINK.
 set -euo pipefail
 RATE=${RATE:-1gbit}
