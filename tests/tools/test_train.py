@@ -14,14 +14,17 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardsum import ShardGroup
+from shardsum.core import bits
 from shardsum.core.layout import owners_of
 from shardsum.tools import cli
 from shardsum.tools.pictures import distinct_colours
@@ -145,6 +148,17 @@ def test_splitting_a_sequence_changes_its_loss_and_gradients_by_rounding_only(te
         torch.testing.assert_close(step.loss_per_position[:, 0].sum() / 220, step.loss.detach())
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_runs_under_a_counter_of_operations_with_the_same_bits(text: str) -> None:
+    batches, grads = [Corpus(text, 48, 0).packed(i, 4, 110) for i in range(2)], []
+    for mode in (nullcontext(), FlopCounterMode(display=False)):
+        torch.manual_seed(0)
+        model = ByteTransformer(SMALLEST)
+        with mode:
+            Step(ShardGroup(4), model, 48, bf16=False)(batches)
+        grads.append([p.grad for p in model.parameters()])
+    assert all(map(bits.equal, *grads))
 
 
 def test_dropout_and_seed_change_the_hash(text: str, tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ class Step:
     def __init__(self, group: ShardGroup, model: ByteTransformer, document_length: int, bf16: bool) -> None:
         self.group, self.model, self.document_length, self.bf16 = group, model, document_length, bf16
         self.replicas = group.replicas(model)
+        #: Kept until its backward pass has run: under a dispatch mode autograd knows the batch by number alone.
+        self._cp: ContextBatch | None = None
 
     def __call__(self, batches: Sequence[Batch]) -> StepResult:
         num_tokens = sum(sum(batch.lengths) for batch in batches)
@@ -71,7 +73,7 @@ class Step:
         group = self.group
         shards = [batch.shard(v, group.device) for v in group.virtual_ranks]
         packed = batch.cu_seqlens is not None
-        cp = group.context_parallel(batch.lengths, batch.cu_seqlens) if packed else None
+        self._cp = cp = group.context_parallel(batch.lengths, batch.cu_seqlens) if packed else None
         with torch.autocast(group.device.type, torch.bfloat16, enabled=self.bf16):
             xs = [replica.embedding(shard.inputs) for replica, shard in zip(self.replicas, shards)]
             for layer in range(len(self.replicas[0].blocks)):
