@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from shardsum.tools import launcher
-from shardsum.tools.train.interrupt import SIGNALS
+from shardsum.tools.train.interrupt import SIGNALS, interruptible
 from tests.tools.runs import children
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +65,17 @@ def test_random_kills_end_in_the_same_hash(text: str, tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").iterdir())) == 1
     assert len(re.findall(r"^context: 4 virtual ranks on 2 processes", printed, re.MULTILINE)) == 1 + kills
     assert re.findall(r"^hash \w+$", printed, re.MULTILINE) == expected
+
+
+def test_runs_in_another_thread_catch_no_signals() -> None:
+    def run() -> bool:
+        with interruptible() as interrupt:
+            return interrupt.requested
+
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(run).result() is False
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -36,8 +37,11 @@ def anywhere(group: ShardGroup, *flags: bool) -> list[bool]:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Catch ``SIGNALS`` while the block runs."""
+    """Catch ``SIGNALS`` while the block runs, in the main thread: Python allows no handlers elsewhere."""
     interrupt = Interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt
+        return
     previous = {number: signal.signal(number, interrupt.handle) for number in SIGNALS}
     try:
         yield interrupt
