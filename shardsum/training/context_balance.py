@@ -6,6 +6,7 @@ chunks may lie anywhere, inside documents too, so each virtual rank gets its sha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -53,7 +54,7 @@ def balanced_lengths(
     newest = last if right < 0 else torch.minimum(last, position + right)
     oldest = torch.zeros_like(position) if left < 0 else (position - left).clamp(min=0)
     work = torch.nn.functional.pad(((newest - oldest + 1).double() + position_cost).cumsum(0), (1, 0))
-    hosted = [owners.count(process) for process in range(max(owners) + 1)]
+    hosted = Counter(owners)
     shares = torch.tensor([1 / hosted[owner] for owner in owners], dtype=torch.float64).cumsum(0)
     wanted = shares[:-1] / shares[-1] * work[-1]
     after = torch.searchsorted(work, wanted)  # the border behind which the share is reached
