@@ -45,8 +45,8 @@ class Regions:
 
     def __init__(self) -> None:
         self._first_calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        # First calls by sequence number and thread. None stands for the thread that came last: backward may run in one
-        # of its own.
+        # The first call of each node, by the node's sequence number and the thread of its forward. Backward may run in
+        # another thread, so the last call noted for a number stands under (number, None), too.
         self._nodes: dict[tuple[int, object], int] = {}
 
     def origin(self, call: int) -> int:
@@ -89,12 +89,12 @@ class Regions:
         return self._nodes.get((number, _thread.mark)) or self._nodes.get((number, None), 0)
 
     def _note(self, call: int) -> None:
-        """Note a call in what may be a node's forward."""
+        """Note a call in what may be a node's forward; of several calls of one node the first counts."""
         if _current_backward() != -1:
             return
         number, thread = torch.autograd._get_sequence_nr() - 1, _thread.mark
-        if (number, thread) not in self._nodes:  # else a call of that node, or one without a gradient
-            self._nodes.pop((number, None), None)
+        if (number, thread) not in self._nodes:
+            self._nodes.pop((number, None), None)  # to the end of the dictionary: the oldest entries are dropped first
             self._nodes[number, thread] = self._nodes[number, None] = call
             while len(self._nodes) > _MOST_NODES:
                 del self._nodes[next(iter(self._nodes))]

@@ -130,13 +130,16 @@ class Board:
         return None
 
     def _find_circle(self) -> str | None:
-        """Processes that wait for each other: named when seen twice, since one of the waits may just have ended.
+        """Processes that wait for each other in a circle, named when it is seen twice: one of the waits may just have
+        ended the first time.
 
-        What another process has published may be old, on a loaded machine by more than two looks. But this one's state
-        is not. So the wait for it stands if it has not begun that exchange; whoever waits there cannot have gone on
-        since it published, so what is known of it is true as well, and so on around the circle. A wire that a process
-        does not tell of proves nothing: that process may have left the exchange, and the group, long ago. Nor does the
-        wait of a process whose calls come from several threads: another one may begin what it is awaited in.
+        What others have published may be old. It is still true in such a circle, for this reason. This process knows
+        that it waits now. If it has not begun the exchange in which another process waits for it, that process waits
+        still, and has published nothing since. So what is known of that one is true now, and of the next one, and so on
+        until the circle closes.
+
+        Two things prove nothing. A process that does not tell of a wire may have left the exchange, and the group, long
+        ago. And where calls come from several threads, another thread may begin the exchange that is awaited.
         """
         me = self.ranks[self.rank]
         said: dict[int, dict[str, Any]] = {}
